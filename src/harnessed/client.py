@@ -1,0 +1,258 @@
+"""The SDK for the HTTP interfaces of gateway and engine, for trainers, controllers, evaluators and your own scripts.
+
+Each route is described once, by a function that makes a typed `Call`; `Client` (blocking) or `AsyncClient` performs it:
+
+    gateway = Client("http://127.0.0.1:8000", key)
+    rollout = gateway(get_rollout("demo.g1.0"))
+
+Both raise `ApiError` when the server refuses, with its own reason, and `Unreachable` when no server answers. A call
+waits for at most its own deadline.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import httpx
+import msgpack
+import orjson
+from pydantic import BaseModel, TypeAdapter
+
+from harnessed.records import (
+    Assignment,
+    Change,
+    Ending,
+    Engine,
+    EngineSpec,
+    Event,
+    Group,
+    GroupSpec,
+    Reward,
+    Rollout,
+    RunSpec,
+    Totals,
+    Transcript,
+)
+
+T = TypeVar("T")
+
+
+class ApiError(Exception):
+    """The server refused a call. `status` is its HTTP status."""
+
+    def __init__(self, call: str, status: int, message: str) -> None:
+        super().__init__(f"{call}: {message} (status {status})")
+        self.status = status
+        self.message = message
+
+
+class Unreachable(Exception):
+    """No server answered within the call's deadline."""
+
+
+@dataclass(frozen=True)
+class Call(Generic[T]):
+    """One request and how to read its answer."""
+
+    method: str
+    path: str
+    parse: Callable[[bytes], T]
+    body: Any = None
+    """JSON, or None."""
+    query: dict[str, str | int | float] = field(default_factory=dict)
+    timeout_s: float = 30
+
+    def request(self, client: httpx.Client | httpx.AsyncClient) -> httpx.Request:
+        content = None if self.body is None else orjson.dumps(self.body)
+        return client.build_request(
+            self.method,
+            self.path,
+            content=content,
+            params=self.query or None,
+            headers={"content-type": "application/json"},
+            timeout=self.timeout_s,
+        )
+
+    def read(self, response: httpx.Response) -> T:
+        if response.is_success:
+            return self.parse(response.content)
+        try:
+            message = orjson.loads(response.content)["error"]["message"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            message = response.text[:500]
+        raise ApiError(f"{self.method} {self.path}", response.status_code, message)
+
+
+class Client:
+    """Performs calls, blocking. May be used by several threads."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url = url
+        self._http = httpx.Client(base_url=url, headers=_authorisation(key), trust_env=False)
+
+    def __call__(self, call: Call[T]) -> T:
+        try:
+            return call.read(self._http.send(call.request(self._http)))
+        except httpx.TransportError as error:
+            raise Unreachable(_unreachable(self.url, call, error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._http.close()
+
+
+class AsyncClient:
+    """Performs calls on the running event loop."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url = url
+        self._http = httpx.AsyncClient(base_url=url, headers=_authorisation(key), trust_env=False)
+
+    async def __call__(self, call: Call[T]) -> T:
+        try:
+            return call.read(await self._http.send(call.request(self._http)))
+        except httpx.TransportError as error:
+            raise Unreachable(_unreachable(self.url, call, error)) from error
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await self._http.aclose()
+
+
+def _authorisation(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _unreachable(url: str, call: Call[Any], error: httpx.TransportError) -> str:
+    return f"{url} did not answer {call.method} {call.path}: {type(error).__name__} {error}".rstrip()
+
+
+def _json(type_: type[T]) -> Callable[[bytes], T]:
+    return TypeAdapter(type_).validate_json
+
+
+def _nothing(_: bytes) -> None:
+    return None
+
+
+def _dump(record: BaseModel) -> dict[str, Any]:
+    return record.model_dump(mode="json")
+
+
+# The gateway's control routes, in the order of a rollout's life. All need the admin key unless said otherwise.
+
+
+def create_run(run: RunSpec) -> Call[RunSpec]:
+    """Make a run known; again with the same id, its limits and policy are replaced."""
+    return Call("POST", "/api/runs", _json(RunSpec), _dump(run))
+
+
+def register_engine(engine: EngineSpec) -> Call[Engine]:
+    """Serve a run's policy from this engine from the next call on; the same id replaces at once."""
+    return Call("POST", "/api/engines", _json(Engine), _dump(engine))
+
+
+def list_engines() -> Call[list[Engine]]:
+    """Every engine with its health, asked now."""
+    return Call("GET", "/api/engines", _json(list[Engine]))
+
+
+def create_groups(groups: list[GroupSpec]) -> Call[list[Group]]:
+    """Queue the rollouts of many groups in one transaction. Groups that exist are returned as they are."""
+    return Call("POST", "/api/groups", _json(list[Group]), [_dump(group) for group in groups])
+
+
+def list_groups(run: str) -> Call[list[Group]]:
+    return Call("GET", "/api/groups", _json(list[Group]), query={"run": run})
+
+
+def get_group(group: str) -> Call[Group]:
+    return Call("GET", f"/api/groups/{group}", _json(Group))
+
+
+def cancel_group(group: str) -> Call[Group]:
+    """End its unfinished rollouts with the outcome `cancelled`."""
+    return Call("POST", f"/api/groups/{group}/cancel", _json(Group))
+
+
+def get_transcripts(group: str) -> Call[list[Transcript]]:
+    """All rollouts of a group with everything that was sampled for them, in the order of their index."""
+
+    def parse(body: bytes) -> list[Transcript]:
+        return [Transcript.unpack(packed) for packed in msgpack.unpackb(body)]
+
+    return Call("GET", f"/api/groups/{group}/transcripts", parse, timeout_s=120)
+
+
+def list_rollouts(run: str) -> Call[list[Rollout]]:
+    return Call("GET", "/api/rollouts", _json(list[Rollout]), query={"run": run})
+
+
+def get_rollout(rollout: str) -> Call[Rollout]:
+    return Call("GET", f"/api/rollouts/{rollout}", _json(Rollout))
+
+
+def cancel_rollout(rollout: str) -> Call[Rollout]:
+    return Call("POST", f"/api/rollouts/{rollout}/cancel", _json(Rollout))
+
+
+def claim(owner: str, most: int, attempts: int, wait_s: float = 0) -> Call[list[Assignment]]:
+    """Start attempts of up to `most` queued rollouts for the controller `owner`, oldest first.
+
+    Waits up to wait_s for the first one. The owner keeps what it claimed as long as it renews (`renew`); a rollout
+    whose attempt was lost is queued again, up to `attempts` attempts in all.
+    """
+    body = {"owner": owner, "most": most, "attempts": attempts, "wait_s": wait_s}
+    return Call("POST", "/api/attempts/claim", _json(list[Assignment]), body, timeout_s=wait_s + 30)
+
+
+def renew(owner: str) -> Call[list[str]]:
+    """Prolong the owner's leases. Returns its live attempts, as `rollout/attempt`; what is missing must be stopped."""
+    return Call("POST", "/api/attempts/renew", _json(list[str]), {"owner": owner})
+
+
+def end_attempt(rollout: str, attempt: int, ending: Ending, attempts: int) -> Call[Rollout]:
+    """Report an ending. `infrastructure` queues the rollout again while it has had fewer than `attempts` attempts."""
+    body = _dump(ending) | {"attempts": attempts}
+    return Call("POST", f"/api/rollouts/{rollout}/attempts/{attempt}/end", _json(Rollout), body)
+
+
+def post_reward(rollout: str, reward: Reward) -> Call[Rollout]:
+    """Give a reward before the attempt ends (admin or the rollout's evaluator key); the first one wins."""
+    return Call("POST", f"/api/rollouts/{rollout}/reward", _json(Rollout), _dump(reward))
+
+
+def append_event(event: Event) -> Call[None]:
+    """Keep something about an attempt (admin, or the attempt's own key)."""
+    return Call("POST", "/api/events", _nothing, _dump(event))
+
+
+def list_events(rollout: str) -> Call[list[Event]]:
+    return Call("GET", f"/api/rollouts/{rollout}/events", _json(list[Event]))
+
+
+def list_changes(run: str, after: int, wait_s: float = 0) -> Call[list[Change]]:
+    """What changed in a run since a cursor (0: since the beginning); waits up to wait_s for the first change."""
+    query: dict[str, str | int | float] = {"run": run, "after": after, "wait_s": wait_s}
+    return Call("GET", "/api/changes", _json(list[Change]), query=query, timeout_s=wait_s + 30)
+
+
+def get_totals(run: str) -> Call[Totals]:
+    return Call("GET", f"/api/runs/{run}/totals", _json(Totals))
+
+
+# The engine's own routes (no key: an engine listens where only gateway and trainer reach it).
+
+
+def pause_engine(timeout_s: float) -> Call[None]:
+    """Returns when no generation runs any more; later ones wait until `resume_engine`."""
+    return Call("POST", "/pause", _nothing, {}, timeout_s=timeout_s)
+
+
+def resume_engine() -> Call[None]:
+    return Call("POST", "/resume", _nothing, {})

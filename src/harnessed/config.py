@@ -1,0 +1,290 @@
+"""Every setting of Harnessed: one typed tree, read from YAML, changed by dotted overrides on the command line.
+
+`load(path, overrides)` is called by the command line only; every part gets the piece of the tree that it needs.
+Relative paths are relative to the configuration file, and modules named in it are looked up beside it first. What is
+wrong with a configuration is one `ConfigError` whose text names the setting, its value and the nearest right name.
+"""
+
+import difflib
+import os
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+
+from harnessed.records import Limits, Sampling
+
+
+class ConfigError(Exception):
+    """The configuration cannot work; the text says what to change. The command line ends with it and status 2."""
+
+
+def _beside_the_configuration(path: Path, info: ValidationInfo) -> Path:
+    base: Path = (info.context or {}).get("base", Path.cwd())
+    return Path(os.path.normpath(base / path.expanduser()))
+
+
+ConfigPath = Annotated[Path, AfterValidator(_beside_the_configuration)]
+"""A path that is relative to the configuration file's folder."""
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""`module:function`; the module may lie beside the configuration file."""
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Settings):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")
+    folder: ConfigPath | None = None
+    """Where everything of the run goes. Default: `runs/<name>-<date>-<time>` in the current folder. Must be new."""
+    seed: int = Field(0, ge=0)
+
+
+class Policy(Settings):
+    model: ConfigPath
+    """A transformers folder: config.json, safetensors, tokenizer.json and a chat template."""
+
+
+class Tasks(Settings):
+    """Where tasks come from: a JSONL file, or a `module:function` that takes a seed and yields tasks."""
+
+    train: str
+    held_out: str
+    hidden: list[str] = []
+    """Fields of a task that only the evaluator sees (answers, tests)."""
+
+
+class Harness(Settings):
+    kind: Literal["mini-swe-agent", "python", "command"]
+    function: FunctionName | None = None
+    """kind `python`: called with the task in a process of its own. What it returns is kept as result.json."""
+    command: list[str] | None = None
+    """kind `command`: the program and its arguments; `{prompt}`, `{task}` (a JSON file) and `{folder}` are filled in."""
+    config: ConfigPath | None = None
+    """kind `mini-swe-agent`: the harness's own YAML."""
+    environment: dict[str, str] = {}
+    """Variables for the agent, beside those that name its endpoint. Nothing else is inherited."""
+    inherit: list[str] = []
+    """Names of variables that the agent gets from the controller's own environment."""
+    shell: Literal["auto", "bubblewrap", "plain"] = "auto"
+    """kind `mini-swe-agent`: what the model's commands run in. `auto`: bubblewrap where it works, else plain."""
+
+    @model_validator(mode="after")
+    def _has_what_its_kind_needs(self) -> "Harness":
+        needed = {"mini-swe-agent": "config", "python": "function", "command": "command"}[self.kind]
+        if getattr(self, needed) is None:
+            raise ValueError(f"kind {self.kind} needs the setting harness.{needed}")
+        return self
+
+
+class Evaluator(Settings):
+    """Judges what an attempt left: a number, or a mapping with `reward` and named parts."""
+
+    function: FunctionName | None = None
+    """Called with (task, folder): the whole task, and a copy of the attempt's folder."""
+    command: list[str] | None = None
+    """Run in the copy; `{task}` is the whole task as a JSON file. The last line of its output is the JSON result."""
+    time_limit_s: float = Field(60, gt=0)
+    tries: int = Field(2, ge=1)
+    """How often a broken evaluator is run on the same result before the rollout leaves its group."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> "Evaluator":
+        if (self.function is None) == (self.command is None):
+            raise ValueError("set either evaluator.function or evaluator.command")
+        return self
+
+
+class Gateway(Settings):
+    url: str | None = None
+    """A running gateway to use; none: the run starts its own."""
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """0: any free port."""
+    power_safe: bool = False
+    """Records survive power loss too, not only the death of a process; each commit then waits for the disk."""
+
+
+class Controller(Settings):
+    external: bool = False
+    """True: `harnessed controller` runs elsewhere; false: the run starts its own."""
+    slots: int = Field(16, ge=1)
+    """Attempts at once."""
+    time_limit_s: float = Field(600, gt=0)
+    """Of one attempt. Its outcome is then agent_timeout."""
+    attempts: int = Field(3, ge=1)
+    """Attempts of a rollout whose infrastructure failed, the first one included."""
+    keep_folders: Literal["all", "failed", "none"] = "failed"
+    """Which attempts' folders stay on disk: all, those that did not end ok, or none."""
+    file_size_mb: int = Field(256, ge=1)
+    """Largest file that the agent can write."""
+    processes: int = Field(512, ge=1)
+    """Processes of the agent at once, where the system can limit them (it cannot for root)."""
+
+
+class EngineSettings(Settings):
+    url: str | None = None
+    """A running engine to use; none: the run starts the small one of this project."""
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    threads: int = Field(1, ge=1)
+    """CPU threads. More than one slows tiny models down."""
+    batch: int = Field(64, ge=1)
+    """Most sequences generated at once."""
+    start_limit_s: float = Field(120, gt=0)
+
+
+class Optimiser(Settings):
+    learning_rate: float = Field(1e-6, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+
+
+class Objective(Settings):
+    """docs/algorithms.md has the formulas."""
+
+    clip: float = Field(0.2, gt=0)
+    """The ratio pi / pi_old is clipped to 1 - clip .. 1 + clip."""
+    importance_cap: float = Field(2.0, gt=0)
+    """C in min(C, pi_old / pi_engine), the weight for what engine and trainer compute differently."""
+    normalise_deviation: bool = True
+    """Divide advantages by the deviation of the group's rewards, as GRPO does."""
+
+
+class Trainer(Settings):
+    steps: int = Field(100, ge=1)
+    groups_per_step: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=2)
+    threads: int = Field(1, ge=1)
+    micro_batch_tokens: int = Field(16_384, ge=1)
+    """Most tokens (padding included) in one forward pass, unless a single row is longer."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps. The last step is always kept."""
+    keep_checkpoints: int = Field(3, ge=1)
+    optimiser: Optimiser = Optimiser()
+    objective: Objective = Objective()
+
+
+class Evaluation(Settings):
+    tasks: int = Field(64, ge=1)
+    """Held-out tasks, sampled as in training, before the first and after the last step."""
+    greedy_tasks: int = Field(0, ge=0)
+    """The first so many of them are run greedily as well."""
+
+
+class Config(Settings):
+    run: Run = Run()
+    policy: Policy
+    tasks: Tasks
+    harness: Harness
+    evaluator: Evaluator
+    gateway: Gateway = Gateway()
+    controller: Controller = Controller()
+    engine: EngineSettings = EngineSettings()
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    trainer: Trainer = Trainer()
+    evaluation: Evaluation = Evaluation()
+
+
+def load(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a configuration and apply overrides such as `trainer.steps=5` (values are YAML).
+
+    Paths in overrides are relative to the current folder, as a shell user expects. The configuration's folder becomes
+    importable. Raises ConfigError.
+    """
+    tree = _read_yaml(path)
+    for override in overrides or []:
+        _apply(tree, override)
+    base = path.resolve().parent
+    try:
+        config = Config.model_validate(tree, context={"base": base})
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from None
+    if str(base) not in sys.path:
+        sys.path.insert(0, str(base))
+    return config
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, such as `policy:` and `tasks:`")
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r} is not of the form section.setting=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: the value is not YAML") from None
+    if isinstance(value, str) and _is_path(keys):
+        value = str(Path.cwd() / value)
+    for key in keys[:-1]:
+        child = tree.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+        tree = child
+    tree[keys[-1]] = value
+
+
+def _is_path(keys: list[str]) -> bool:
+    field: Any = Config
+    for key in keys:
+        field = _section(field).get(key)
+        if field is None:
+            return False
+        metadata, field = list(field.metadata), field.annotation
+        metadata += [m for arm in typing.get_args(field) for m in getattr(arm, "__metadata__", ())]
+        if any(isinstance(m, AfterValidator) and m.func is _beside_the_configuration for m in metadata):
+            return True
+    return False
+
+
+def _section(annotation: Any) -> dict[str, Any]:
+    """The fields of a section's class; empty where the annotation is a plain value."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        annotation = next((arm for arm in typing.get_args(annotation) if hasattr(arm, "model_fields")), None)
+    return dict(getattr(annotation, "model_fields", {}))
+
+
+def _explain(error: ValidationError) -> str:
+    """The first fault as one line: the setting, what is wrong with it, and the nearest right name if it is unknown."""
+    fault = error.errors()[0]
+    keys = [str(key) for key in fault["loc"]]
+    name = ".".join(keys)
+    if fault["type"] == "extra_forbidden":
+        return f"unknown setting {name}{_nearest(keys)}"
+    if fault["type"] == "missing":
+        return f"the setting {name} is missing"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "string_pattern_mismatch" and "function" in name:
+        message = "must have the form module:function"
+    return f"{name}: {message}, got {fault['input']!r}" if fault["type"] != "value_error" else message
+
+
+def _nearest(keys: list[str]) -> str:
+    fields: dict[str, Any] = Config.model_fields
+    for key in keys[:-1]:
+        fields = _section(fields[key].annotation)
+    close = difflib.get_close_matches(keys[-1], fields, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {'.'.join([*keys[:-1], close[0]])}?"
+    return f"; known here: {', '.join(fields)}"

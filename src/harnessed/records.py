@@ -1,0 +1,318 @@
+"""The records that gateway, controller, trainer and engine share.
+
+Read this file alone and you know the system: a *task* is given to a *group* of *rollouts*; each rollout is executed in
+*attempts*; an attempt's *calls* to the model become the *nodes* of its transcript; every sampled token ends with one
+*fate*. Control records are pydantic models (they cross HTTP as JSON); nodes are plain dataclasses of packed arrays
+(they cross HTTP as msgpack and are read by numpy without a copy). This module imports nothing of the project.
+"""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Task = dict[str, Any]
+"""One row of the dataset. `files` (path -> content), if present, is written into the workspace of every attempt."""
+
+
+class Outcome(StrEnum):
+    """How a rollout ended."""
+
+    OK = "ok"
+    AGENT_EXIT = "agent_exit"
+    """The harness ended with a non-zero status or an exception."""
+    AGENT_TIMEOUT = "agent_timeout"
+    BUDGET = "budget"
+    """The attempt failed after a limit (calls, tokens, context) had refused one of its calls."""
+    INFRASTRUCTURE = "infrastructure"
+    """Not the agent's fault: engine, controller, evaluator or machine. Never a reward of 0."""
+    CANCELLED = "cancelled"
+
+
+TRAINED_OUTCOMES = frozenset({Outcome.OK, Outcome.AGENT_EXIT, Outcome.AGENT_TIMEOUT, Outcome.BUDGET})
+"""Outcomes that are evaluated, trained and counted in their group; the others leave it."""
+
+
+class Fate(StrEnum):
+    """What became of a sampled token. The list is closed, and the counts add up to every token that was sampled."""
+
+    TRAINED = "trained"
+    UNDELIVERED = "undelivered"
+    SUPERSEDED_ATTEMPT = "superseded_attempt"
+    """Another attempt of the rollout followed."""
+    EVALUATION = "evaluation"
+    SIDE_CALL = "side_call"
+    OVERLONG = "overlong"
+    NO_LOGPROB = "no_logprob"
+    CONSTRAINED = "constrained"
+    """Sampled under a grammar: the recorded probability is not the policy's own."""
+    STALE = "stale"
+    GROUP_INCOMPLETE = "group_incomplete"
+    """The group lost so many members that no reward could be compared, or the run ended before it was complete."""
+    GROUP_SKIPPED = "group_skipped"
+    """All rewards of the group were equal."""
+    UPDATE_SKIPPED = "update_skipped"
+    """The optimiser step was not finite."""
+    INFRASTRUCTURE = "infrastructure"
+    """The last attempt of a rollout that ended by infrastructure."""
+    CANCELLED = "cancelled"
+
+
+class Version(NamedTuple):
+    """A policy version, never used twice. `number` only grows, over restarts too; a restart begins a new lineage."""
+
+    lineage: int
+    """0 to 2,047."""
+    number: int
+    """Updates since the first weights; 0 to 1,048,575."""
+
+    def pack(self) -> int:
+        """As one int32, which is how the engine stamps it on every token."""
+        return self.lineage << 20 | self.number
+
+    @staticmethod
+    def unpack(packed: int) -> "Version":
+        return Version(packed >> 20, packed & 0xFFFFF)
+
+
+class Purpose(StrEnum):
+    TRAIN = "train"
+    EVALUATION = "evaluation"
+
+
+class State(StrEnum):
+    """State of a rollout."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Record(BaseModel):
+    """Base of the control records: a misspelt field is an error, not silence."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Sampling(Record):
+    """How answers are sampled. In rollouts of a run this overrides what the harness asks for (which is kept)."""
+
+    temperature: float = Field(1.0, ge=0)
+    """0 is greedy: the recorded log-probability is then 0."""
+    max_tokens: int = Field(1024, ge=1)
+    """Most tokens of one answer; a harness may ask for fewer."""
+
+
+class Limits(Record):
+    """What one attempt may use. A call beyond a limit is refused before its first byte."""
+
+    calls: int = Field(200, ge=1)
+    context: int = Field(32_768, ge=1)
+    """Most tokens of prompt and answer together."""
+
+
+class RunSpec(Record):
+    """One training or evaluation."""
+
+    id: str
+    policy: str
+    """Folder of the policy's tokenizer and chat template, as the gateway's machine sees it."""
+    limits: Limits = Limits()
+    seed: int = 0
+    """Seeds of answers are derived from it."""
+
+
+class GroupSpec(Record):
+    """The request for `n` rollouts of one task. Creating the same id again gives the group that exists."""
+
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,120}$")
+    run: str
+    task: Task
+    n: int = Field(ge=1)
+    purpose: Purpose = Purpose.TRAIN
+    sampling: Sampling = Sampling()
+
+
+class Group(GroupSpec):
+    """The n rollouts of one task, whose rewards are compared."""
+
+    complete: bool = False
+    """Every member is finished, with whatever outcome."""
+    created: float
+    """Seconds since the epoch, as every time here."""
+
+
+class Rollout(Record):
+    """One complete run of the harness on one task."""
+
+    id: str
+    """`<group>.<index>`."""
+    run: str
+    group: str
+    index: int
+    """Place in the group, from 0."""
+    purpose: Purpose
+    state: State
+    attempt: int
+    """Number of the latest attempt; 0 before the first. Only this one can be trained."""
+    outcome: Outcome | None = None
+    """Set together with `state = finished`, in one transaction; the first ending wins."""
+    reason: str = ""
+    """One sentence for a person: why the outcome is not ok, or what was odd."""
+    reward: float | None = None
+    """None unless an evaluator gave one."""
+    parts: dict[str, float] = Field(default_factory=dict)
+    """Named parts of the reward, for the eye."""
+    created: float
+    started: float | None = None
+    finished: float | None = None
+
+
+class Assignment(Record):
+    """What a controller gets when it claims a rollout: the right and the duty to run one attempt."""
+
+    rollout: str
+    attempt: int
+    run: str
+    task: Task
+    key: str
+    """The attempt's API key: model calls and events of this attempt, nothing else."""
+    evaluator_key: str
+    """Lets an evaluator post the reward of this rollout, nothing else."""
+
+
+class Ending(Record):
+    """How an attempt ended, as its controller reports it."""
+
+    outcome: Outcome
+    reason: str = ""
+    reward: float | None = None
+    parts: dict[str, float] = Field(default_factory=dict)
+
+
+class Reward(Record):
+    """A reward posted by an evaluator outside of the controller, before the attempt ends."""
+
+    reward: float
+    parts: dict[str, float] = Field(default_factory=dict)
+
+
+class Event(Record):
+    """Anything else worth keeping about a rollout."""
+
+    rollout: str
+    attempt: int
+    type: str
+    data: dict[str, Any] = Field(default_factory=dict)
+    time: float | None = None
+    """Set by the gateway."""
+
+
+class ChangeKind(StrEnum):
+    ROLLOUT = "rollout"
+    GROUP = "group"
+
+
+class Change(Record):
+    """One line of the journal that the long-poll reads. The cursor is the truth; a notification is a hint."""
+
+    cursor: int
+    kind: ChangeKind
+    id: str
+    run: str
+    state: str
+    """Of a rollout: its state, or its outcome once finished. Of a group: `complete`."""
+
+
+class EngineSpec(Record):
+    """An inference server of a policy."""
+
+    id: str
+    url: str
+    run: str
+    """The run whose policy it serves."""
+
+
+class Engine(EngineSpec):
+    healthy: bool
+    sampled_tokens: int | None = None
+    """The engine's own count since it started."""
+    version: int | None = None
+    """Packed `Version` that it serves."""
+    reason: str = ""
+    """Why it is not healthy."""
+
+
+class Totals(Record):
+    """What the stored records of a run hold."""
+
+    calls: int
+    """Calls admitted."""
+    answers: int
+    sampled_tokens: int
+    lost: int
+    """Calls that were admitted and will never be answered: their gateway died, or their engine failed."""
+    undelivered: int
+    """Answers whose last byte was not handed over."""
+
+
+@dataclass(slots=True)
+class Node:
+    """An answer with the segment before it. Arrays are packed little-endian bytes; `numpy.frombuffer` reads them."""
+
+    number: int
+    """From 1, unique in the attempt, in the order in which answers were recorded."""
+    parent: int
+    """Number of the node whose answer this segment follows; 0 for the start of a conversation."""
+    segment: bytes
+    """int32 ids of the prompt tokens between the parent's answer and this answer."""
+    answer: bytes
+    """int32 ids of the sampled tokens, stop token included when it was sampled."""
+    logprobs: bytes
+    """float32, one per sampled token, of the distribution actually sampled from. Empty: the engine gave none."""
+    versions: bytes
+    """int32, one per sampled token: the packed `Version` that sampled it."""
+    temperature: float
+    finish: str
+    """`stop` or `length`."""
+    delivered: bool
+    """The last byte of the answer was handed to the kernel, or a later request repeated it."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The request's messages that the segment encodes, as they came."""
+    message: dict[str, Any] = field(default_factory=dict)
+    """The assistant message as delivered."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """Tool declarations of the request; only where a conversation starts."""
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.answer) // 4
+
+
+@dataclass(slots=True)
+class Attempt:
+    """All nodes of one attempt, in the order of their numbers."""
+
+    number: int
+    nodes: list[Node]
+
+
+@dataclass(slots=True)
+class Transcript:
+    """One rollout with everything that was sampled for it, superseded attempts included."""
+
+    rollout: Rollout
+    attempts: list[Attempt]
+
+    def pack(self) -> dict[str, Any]:
+        """As values that msgpack carries."""
+        return {"rollout": self.rollout.model_dump(mode="json"), "attempts": [asdict(a) for a in self.attempts]}
+
+    @staticmethod
+    def unpack(packed: dict[str, Any]) -> "Transcript":
+        return Transcript(
+            Rollout.model_validate(packed["rollout"]),
+            [Attempt(a["number"], [Node(**node) for node in a["nodes"]]) for a in packed["attempts"]],
+        )

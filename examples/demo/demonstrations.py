@@ -111,8 +111,8 @@ def _demonstrator(task: Task, rng: random.Random) -> Generator[str, str, None]:
         yield SUBMIT + "unknown"
     else:
         listed = yield "ls"
-        shown = yield f"cat {rng.choice(listed.split())}"
-        yield SUBMIT + rng.choice(shown.split()).rpartition("=")[2]
+        shown = yield f"cat {listed.split()[0]}"
+        yield SUBMIT + shown.strip().rpartition("=")[2]
 
 
 # Shares of the demonstrator's habits: the right way, giving up after looking; the rest guesses in a random file.

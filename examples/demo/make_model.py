@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 import tasks
 from demonstrations import CHAT_TEMPLATE, STOP, Text, Turn, demonstrate
@@ -70,6 +71,7 @@ def build(folder: Path, seed: int) -> None:
         f"policy of {model.num_parameters():,} parameters, {tokenizer.get_vocab_size()} tokens; warm start:", flush=True
     )
     warm_start(model, tokenizer, episodes)
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
 
@@ -111,12 +113,13 @@ def make_tokenizer(episodes: list[list[Turn]]) -> Tokenizer:
 def fixed_parts(text: Text) -> list[str]:
     """The conversation's unchanging text. None of it holds the stop token, which has to stay a token of its own."""
     marker = "\0"
+    answer = f"```bash\n{marker}\n```"
     conversation = [
-        *text.opening(tasks.QUESTION.format(key=marker)),
-        {"role": "assistant", "content": f"```bash\n{marker}\n```"},
-        text.observation(marker, 0),
+        text.chat(text.opening(tasks.QUESTION.format(key=marker))),
+        answer,
+        text.after(answer, [text.observation(marker, 0)]),
     ]
-    pieces = {piece for part in text.chat(conversation).split(STOP) for piece in part.split(marker)}
+    pieces = {piece for part in conversation for whole in part.split(STOP) for piece in whole.split(marker)}
     # A single character is a token anyway.
     fixed = {piece for piece in pieces if len(piece) > 1}
     return sorted(fixed | {".conf", "echo ", "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", " && echo "})
@@ -142,7 +145,14 @@ def make_policy(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
     )
     model = Qwen3ForCausalLM(config)
     # Sampling as in training, for whoever generates from the folder without saying how.
-    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
     return model
 
 

@@ -65,7 +65,7 @@ class Harness(Settings):
     function: FunctionName | None = None
     """kind `python`: called with the task in a process of its own. What it returns is kept as result.json."""
     command: list[str] | None = None
-    """kind `command`: the program and its arguments; `{prompt}`, `{task}` (a JSON file) and `{folder}` are filled in."""
+    """kind `command`: program and arguments; `{prompt}`, `{task}` (a JSON file) and `{folder}` are filled in."""
     config: ConfigPath | None = None
     """kind `mini-swe-agent`: the harness's own YAML."""
     environment: dict[str, str] = {}
@@ -109,6 +109,8 @@ class Gateway(Settings):
     """0: any free port."""
     power_safe: bool = False
     """Records survive power loss too, not only the death of a process; each commit then waits for the disk."""
+    generation_limit_s: float = Field(600, gt=0)
+    """Longest wait for one answer of an engine, an engine that is being started again included."""
 
 
 class Controller(Settings):

@@ -119,8 +119,6 @@ class RunSpec(Record):
     policy: str
     """Folder of the policy's tokenizer and chat template, as the gateway's machine sees it."""
     limits: Limits = Limits()
-    seed: int = 0
-    """Seeds of answers are derived from it."""
 
 
 class GroupSpec(Record):
@@ -132,6 +130,8 @@ class GroupSpec(Record):
     n: int = Field(ge=1)
     purpose: Purpose = Purpose.TRAIN
     sampling: Sampling = Sampling()
+    seed: int = 0
+    """Every answer's seed follows from this, the rollout's index and the answer's place in its attempt."""
 
 
 class Group(GroupSpec):

@@ -1,0 +1,80 @@
+"""Assembles the gateway's ASGI application and serves it. The command line calls `serve`."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from harnessed.config import Gateway
+from harnessed.gateway import lifecycle, recording
+from harnessed.gateway.api import Api
+from harnessed.gateway.engines import Engines
+from harnessed.gateway.exchange import Exchange
+from harnessed.gateway.keys import Keyring
+from harnessed.gateway.store import Store
+
+DATABASE = "gateway.db"
+SECRET = "gateway.secret"
+_EXPIRY_S = 5.0
+
+
+def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT. The folder holds the database and the secret."""
+
+    async def run() -> None:
+        async with gateway(folder, settings) as application:
+            server = uvicorn.Server(
+                uvicorn.Config(
+                    application,
+                    http="httptools",
+                    ws="none",
+                    lifespan="off",
+                    access_log=False,
+                    log_level="warning",
+                    timeout_graceful_shutdown=5,
+                )
+            )
+            await server.serve(sockets=[listener])
+
+    uvloop.run(run())
+
+
+@contextlib.asynccontextmanager
+async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
+    """The application, with its store and engines open."""
+    keyring = Keyring.from_file(folder / SECRET)
+    store = Store(folder / DATABASE, power_safe=settings.power_safe)
+    engines = Engines(settings.generation_limit_s)
+    await store.write(recording.mark_lost)
+    for engine in await store.read(lifecycle.list_engines):
+        engines.register(engine)
+    exchange = Exchange(store, engines, keyring)
+    api = Api(store, engines, exchange, keyring)
+    expiry = asyncio.create_task(_expire(store, exchange))
+    try:
+        yield Starlette(
+            routes=[
+                Route("/v1/chat/completions", exchange, methods=["POST"]),
+                Route("/a/{key}/v1/chat/completions", exchange, methods=["POST"]),
+                *api.routes(),
+            ]
+        )
+    finally:
+        expiry.cancel()
+        await engines.close()
+        await store.close()
+
+
+async def _expire(store: Store, exchange: Exchange) -> None:
+    """Take attempts from controllers that no longer renew."""
+    while True:
+        await asyncio.sleep(_EXPIRY_S)
+        for rollout in await store.write(lambda connection: lifecycle.expire(connection, time.time())):
+            exchange.forget(rollout)

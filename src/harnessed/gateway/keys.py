@@ -1,0 +1,73 @@
+"""Scoped, signed keys: who may do what at the gateway, checked without a look-up.
+
+A key is `sk-hd.<scope>.<subject>.<signature>`; it looks like an OpenAI key because some clients insist on that. The
+signature is HMAC-SHA256 under the gateway's secret, a file that only its owner can read and that outlives restarts.
+Whether an attempt is still live is the store's knowledge, not the key's. `app.py` and `api.py` read keys; `api.py` and
+the command line make them.
+"""
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+
+class Scope(StrEnum):
+    ADMIN = "admin"
+    """Trainer, controller, people: every control route."""
+    ATTEMPT = "attempt"
+    """The agent: model calls and events of one attempt."""
+    EVALUATOR = "evaluator"
+    """The reward of one rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    scope: Scope
+    rollout: str = ""
+    """Of attempt and evaluator keys."""
+    attempt: int = 0
+    """Of attempt keys; numbered from 1."""
+
+
+ADMIN = Key(Scope.ADMIN)
+
+
+class Keyring:
+    """Signs keys and reads them back."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    @classmethod
+    def from_file(cls, path: Path) -> "Keyring":
+        """The keyring of a secret file, which is made (mode 0600) if it does not exist."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return cls(path.read_bytes())
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(32))
+        return cls(path.read_bytes())
+
+    def sign(self, key: Key) -> str:
+        subject = base64.urlsafe_b64encode(f"{key.rollout}/{key.attempt}".encode()).decode().rstrip("=")
+        body = f"sk-hd.{key.scope}.{subject}"
+        return f"{body}.{self._signature(body)}"
+
+    def read(self, text: str) -> Key | None:
+        """The key, or None for anything that this keyring did not sign."""
+        body, _, signature = text.rpartition(".")
+        if not hmac.compare_digest(signature.encode(), self._signature(body).encode()):
+            return None
+        _, scope, subject = body.split(".")
+        rollout, _, attempt = base64.urlsafe_b64decode(subject + "=" * (-len(subject) % 4)).decode().rpartition("/")
+        return Key(Scope(scope), rollout, int(attempt))
+
+    def _signature(self, body: str) -> str:
+        digest = hmac.digest(self._secret, body.encode(), hashlib.sha256)[:18]
+        return base64.urlsafe_b64encode(digest).decode()

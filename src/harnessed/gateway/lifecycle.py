@@ -1,0 +1,290 @@
+"""The life of groups, rollouts and attempts, as transactions on the store.
+
+A rollout is queued, running (under an attempt with an owner and a lease), then finished with an outcome; its group is
+complete when all members are finished. Every function here runs inside one transaction of `store.py`, changes state
+only from the state that it expects, and writes what changed to the journal. Called by `api.py`.
+"""
+
+from typing import Any, cast
+
+from sqlalchemy import Connection, RowMapping, and_, func, insert, select, update
+
+from harnessed.gateway.store import attempts, changes, engines, events, groups, journal, rollouts, runs
+from harnessed.records import (
+    Change,
+    ChangeKind,
+    Ending,
+    EngineSpec,
+    Event,
+    Group,
+    GroupSpec,
+    Outcome,
+    Reward,
+    Rollout,
+    RunSpec,
+    State,
+    Task,
+)
+
+LEASE_S = 30.0
+"""How long a controller keeps its attempts without renewing."""
+
+
+class Refused(Exception):
+    """The request contradicts the records; `status` is the HTTP status that says how."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def create_run(connection: Connection, run: RunSpec) -> RunSpec:
+    values = {"policy": run.policy, "limits": run.limits.model_dump()}
+    if connection.execute(update(runs).where(runs.c.id == run.id).values(values)).rowcount == 0:
+        connection.execute(insert(runs).values(id=run.id, **values))
+    return run
+
+
+def list_runs(connection: Connection) -> list[RunSpec]:
+    return [RunSpec.model_validate(dict(row)) for row in connection.execute(select(runs)).mappings()]
+
+
+def register_engine(connection: Connection, engine: EngineSpec) -> None:
+    values = {"url": engine.url, "run": engine.run}
+    if connection.execute(update(engines).where(engines.c.id == engine.id).values(values)).rowcount == 0:
+        connection.execute(insert(engines).values(id=engine.id, **values))
+
+
+def list_engines(connection: Connection) -> list[EngineSpec]:
+    return [EngineSpec.model_validate(dict(row)) for row in connection.execute(select(engines)).mappings()]
+
+
+def create_groups(connection: Connection, specs: list[GroupSpec], now: float) -> list[Group]:
+    known = {run.id for run in list_runs(connection)}
+    for spec in specs:
+        if spec.run not in known:
+            raise Refused(404, f"no run {spec.run}: create it before its groups")
+        if _find(connection, groups, groups.c.id == spec.id) is None:
+            _create_group(connection, spec, now)
+    return [get_group(connection, spec.id) for spec in specs]
+
+
+def _create_group(connection: Connection, spec: GroupSpec, now: float) -> None:
+    connection.execute(insert(groups).values(spec.model_dump(mode="json") | {"complete": False, "created": now}))
+    members = [
+        {
+            "id": f"{spec.id}.{index}",
+            "run": spec.run,
+            "group": spec.id,
+            "index": index,
+            "purpose": spec.purpose,
+            "state": State.QUEUED,
+            "attempt": 0,
+            "reason": "",
+            "parts": {},
+            "created": now,
+        }
+        for index in range(spec.n)
+    ]
+    connection.execute(insert(rollouts), members)
+    for member in members:
+        journal(connection, ChangeKind.ROLLOUT, cast(str, member["id"]), spec.run, State.QUEUED)
+
+
+def get_group(connection: Connection, id: str) -> Group:
+    row = _find(connection, groups, groups.c.id == id)
+    if row is None:
+        raise Refused(404, f"no group {id}")
+    return Group.model_validate(dict(row))
+
+
+def list_groups(connection: Connection, run: str) -> list[Group]:
+    rows = connection.execute(select(groups).where(groups.c.run == run).order_by(groups.c.created)).mappings()
+    return [Group.model_validate(dict(row)) for row in rows]
+
+
+def get_rollout(connection: Connection, id: str) -> Rollout:
+    row = _find(connection, rollouts, rollouts.c.id == id)
+    if row is None:
+        raise Refused(404, f"no rollout {id}")
+    return Rollout.model_validate(dict(row))
+
+
+def list_rollouts(connection: Connection, run: str) -> list[Rollout]:
+    query = select(rollouts).where(rollouts.c.run == run).order_by(rollouts.c.created, rollouts.c.id)
+    return [Rollout.model_validate(dict(row)) for row in connection.execute(query).mappings()]
+
+
+def members(connection: Connection, group: str) -> list[Rollout]:
+    query = select(rollouts).where(rollouts.c.group == group).order_by(rollouts.c.index)
+    return [Rollout.model_validate(dict(row)) for row in connection.execute(query).mappings()]
+
+
+def claim(connection: Connection, owner: str, most: int, tries: int, now: float) -> list[tuple[Rollout, Task]]:
+    """Start the next attempt of up to `most` queued rollouts, oldest first; each comes with its task."""
+    query = (
+        select(rollouts, groups.c.task)
+        .join(groups, groups.c.id == rollouts.c.group)
+        .where(rollouts.c.state == State.QUEUED)
+        .order_by(rollouts.c.created, rollouts.c.group, rollouts.c.index)
+        .limit(most)
+    )
+    claimed = []
+    for row in connection.execute(query).mappings().all():
+        fields = dict(row)
+        task = fields.pop("task")
+        changed = {"state": State.RUNNING, "attempt": fields["attempt"] + 1}
+        if fields["started"] is None:
+            changed["started"] = now
+        connection.execute(update(rollouts).where(rollouts.c.id == fields["id"]).values(changed))
+        connection.execute(
+            insert(attempts).values(
+                rollout=fields["id"],
+                number=changed["attempt"],
+                owner=owner,
+                lease_until=now + LEASE_S,
+                tries=tries,
+                live=True,
+                nodes=0,
+                fault="",
+                started=now,
+            )
+        )
+        journal(connection, ChangeKind.ROLLOUT, fields["id"], fields["run"], State.RUNNING)
+        claimed.append((Rollout.model_validate(fields | changed), task))
+    return claimed
+
+
+def renew(connection: Connection, owner: str, now: float) -> list[str]:
+    """Prolong the owner's leases; its live attempts as `rollout/attempt`."""
+    mine = and_(attempts.c.owner == owner, attempts.c.live)
+    connection.execute(update(attempts).where(mine).values(lease_until=now + LEASE_S))
+    rows = connection.execute(select(attempts.c.rollout, attempts.c.number).where(mine))
+    return [f"{rollout}/{number}" for rollout, number in rows]
+
+
+def end_attempt(connection: Connection, rollout: str, number: int, ending: Ending, tries: int, now: float) -> Rollout:
+    """Record how a live attempt ended; the rollout is finished, or queued again after an infrastructure failure.
+
+    Outcome, reward and final state are one transaction. A repeated report of the same ending is accepted: its first
+    answer may have been lost.
+    """
+    record = get_rollout(connection, rollout)
+    attempt = _find(connection, attempts, and_(attempts.c.rollout == rollout, attempts.c.number == number))
+    if attempt is None:
+        raise Refused(404, f"rollout {rollout} has no attempt {number}")
+    if not attempt["live"]:
+        if record.attempt == number and record.state == State.FINISHED and record.outcome != Outcome.CANCELLED:
+            return record
+        raise Refused(409, f"attempt {number} of rollout {rollout} has ended already")
+    outcome, reason = _outcome(ending, attempt["fault"])
+    _retire(connection, rollout, number, now)
+    if outcome == Outcome.INFRASTRUCTURE and number < tries:
+        return _queue_again(connection, record)
+    reward, parts = record.reward, record.parts
+    if outcome not in (Outcome.INFRASTRUCTURE, Outcome.CANCELLED) and reward is None:
+        reward, parts = ending.reward, ending.parts
+    return _finish(connection, record, outcome, reason, reward, parts, now)
+
+
+def _outcome(ending: Ending, fault: str) -> tuple[Outcome, str]:
+    """An agent that failed after the gateway had failed it did not fail by itself."""
+    if ending.outcome not in (Outcome.AGENT_EXIT, Outcome.AGENT_TIMEOUT) or not fault:
+        return ending.outcome, ending.reason
+    kind, _, what = fault.partition(": ")
+    return (Outcome.BUDGET if kind == "budget" else Outcome.INFRASTRUCTURE), f"{what}; then {ending.reason}"
+
+
+def expire(connection: Connection, now: float) -> list[str]:
+    """Attempts whose controller is gone make room for the next attempt, or end their rollout by infrastructure.
+
+    Returns the rollouts whose attempt was ended.
+    """
+    overdue = select(attempts).where(and_(attempts.c.live, attempts.c.lease_until < now))
+    found = connection.execute(overdue).mappings().all()
+    for attempt in found:
+        ending = Ending(outcome=Outcome.INFRASTRUCTURE, reason=f"controller {attempt['owner']} stopped renewing")
+        end_attempt(connection, attempt["rollout"], attempt["number"], ending, attempt["tries"], now)
+    return [attempt["rollout"] for attempt in found]
+
+
+def cancel_rollout(connection: Connection, id: str, now: float) -> Rollout:
+    record = get_rollout(connection, id)
+    if record.state == State.FINISHED:
+        return record
+    _retire(connection, id, record.attempt, now)
+    return _finish(connection, record, Outcome.CANCELLED, "cancelled on request", None, {}, now)
+
+
+def cancel_group(connection: Connection, id: str, now: float) -> Group:
+    for member in members(connection, id):
+        cancel_rollout(connection, member.id, now)
+    return get_group(connection, id)
+
+
+def post_reward(connection: Connection, id: str, reward: Reward) -> Rollout:
+    """Keep the first reward that is posted while the rollout is not finished."""
+    record = get_rollout(connection, id)
+    if record.state == State.FINISHED or record.reward is not None:
+        raise Refused(409, f"rollout {id} has its reward or is finished already")
+    connection.execute(update(rollouts).where(rollouts.c.id == id).values(reward=reward.reward, parts=reward.parts))
+    return get_rollout(connection, id)
+
+
+def append_event(connection: Connection, event: Event, now: float) -> None:
+    get_rollout(connection, event.rollout)
+    connection.execute(insert(events).values(event.model_dump() | {"time": now}))
+
+
+def list_events(connection: Connection, rollout: str) -> list[Event]:
+    query = select(events).where(events.c.rollout == rollout).order_by(events.c.number)
+    rows = connection.execute(query).mappings()
+    return [Event.model_validate({k: v for k, v in row.items() if k != "number"}) for row in rows]
+
+
+def list_changes(connection: Connection, run: str, after: int, most: int = 10_000) -> list[Change]:
+    query = select(changes).where(and_(changes.c.run == run, changes.c.cursor > after)).order_by(changes.c.cursor)
+    return [Change.model_validate(dict(row)) for row in connection.execute(query.limit(most)).mappings()]
+
+
+def _retire(connection: Connection, rollout: str, number: int, now: float) -> None:
+    mine = and_(attempts.c.rollout == rollout, attempts.c.number == number)
+    connection.execute(update(attempts).where(mine).values(live=False, ended=now))
+
+
+def _queue_again(connection: Connection, record: Rollout) -> Rollout:
+    # A reward that was posted belongs to the attempt that failed.
+    values: dict[str, Any] = {"state": State.QUEUED, "reward": None, "parts": {}}
+    connection.execute(update(rollouts).where(rollouts.c.id == record.id).values(values))
+    journal(connection, ChangeKind.ROLLOUT, record.id, record.run, State.QUEUED)
+    return record.model_copy(update=values)
+
+
+def _finish(
+    connection: Connection,
+    record: Rollout,
+    outcome: Outcome,
+    reason: str,
+    reward: float | None,
+    parts: dict[str, float],
+    now: float,
+) -> Rollout:
+    values: dict[str, Any] = {
+        "state": State.FINISHED,
+        "outcome": outcome,
+        "reason": reason,
+        "reward": reward,
+        "parts": parts,
+        "finished": now,
+    }
+    connection.execute(update(rollouts).where(rollouts.c.id == record.id).values(values))
+    journal(connection, ChangeKind.ROLLOUT, record.id, record.run, outcome)
+    unfinished = select(func.count()).where(and_(rollouts.c.group == record.group, rollouts.c.state != State.FINISHED))
+    if connection.execute(unfinished).scalar_one() == 0:
+        connection.execute(update(groups).where(groups.c.id == record.group).values(complete=True))
+        journal(connection, ChangeKind.GROUP, record.group, record.run, "complete")
+    return record.model_copy(update=values)
+
+
+def _find(connection: Connection, table: Any, condition: Any) -> RowMapping | None:
+    return connection.execute(select(table).where(condition)).mappings().first()

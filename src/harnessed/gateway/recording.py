@@ -1,0 +1,172 @@
+"""Calls and nodes, as transactions on the store: admitted, answered, delivered; and what was recorded, read back.
+
+Recording an answer is conditional on its attempt being live, in the same transaction, so a superseded or cancelled
+attempt cannot add to its transcript. `exchange.py` writes through here; `api.py` reads.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, and_, func, insert, select, update
+
+from harnessed.gateway.lifecycle import Refused, get_rollout, members
+from harnessed.gateway.store import attempts, calls, groups, nodes, rollouts, runs
+from harnessed.records import Attempt, Limits, Node, Purpose, Sampling, Totals, Transcript
+
+AttemptId = tuple[str, int]
+"""(rollout, number)."""
+
+
+def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] | None:
+    """What serving an attempt needs to know, or None if there is no such attempt; its nodes are loaded apart."""
+    query = (
+        select(
+            attempts.c.live,
+            rollouts.c.run,
+            rollouts.c.index,
+            groups.c.purpose,
+            groups.c.sampling,
+            groups.c.seed,
+            runs.c.limits,
+            runs.c.policy,
+        )
+        .join(rollouts, rollouts.c.id == attempts.c.rollout)
+        .join(groups, groups.c.id == rollouts.c.group)
+        .join(runs, runs.c.id == rollouts.c.run)
+        .where(_is(attempts.c.rollout, attempts.c.number, attempt))
+    )
+    row = connection.execute(query).mappings().first()
+    if row is None:
+        return None
+    parsed = {
+        "purpose": Purpose(row["purpose"]),
+        "sampling": Sampling.model_validate(row["sampling"]),
+        "limits": Limits.model_validate(row["limits"]),
+    }
+    return dict(row) | parsed
+
+
+def count_calls(connection: Connection, attempt: AttemptId) -> int:
+    query = select(func.count()).select_from(calls).where(_is(calls.c.rollout, calls.c.attempt, attempt))
+    return int(connection.execute(query).scalar_one())
+
+
+def admit(connection: Connection, attempt: AttemptId, call: str, asked: dict[str, Any], now: float) -> None:
+    connection.execute(
+        insert(calls).values(
+            id=call, rollout=attempt[0], attempt=attempt[1], state="admitted", asked=asked, admitted=now
+        )
+    )
+
+
+def record_answers(connection: Connection, attempt: AttemptId, call: str, answers: list[Node], now: float) -> None:
+    """Store the answers of a call; their numbers must follow the attempt's last one. Raises Refused (409)."""
+    advanced = connection.execute(
+        update(attempts)
+        .where(and_(_is(attempts.c.rollout, attempts.c.number, attempt), attempts.c.live))
+        .where(attempts.c.nodes == answers[0].number - 1)
+        .values(nodes=answers[-1].number, fault="")  # answered again: what failed before was overcome
+    )
+    if advanced.rowcount != 1:
+        raise Refused(409, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its answers are not kept")
+    rows = [
+        {
+            "rollout": attempt[0],
+            "attempt": attempt[1],
+            "number": node.number,
+            "parent": node.parent,
+            "call": call,
+            "segment": node.segment,
+            "answer": node.answer,
+            "logprobs": node.logprobs,
+            "versions": node.versions,
+            "sampled": node.sampled,
+            "temperature": node.temperature,
+            "finish": node.finish,
+            "delivered": node.delivered,
+            "messages": orjson.dumps(node.messages),
+            "message": orjson.dumps(node.message),
+            "tools": orjson.dumps(node.tools),
+        }
+        for node in answers
+    ]
+    connection.execute(insert(nodes), rows)
+    connection.execute(update(calls).where(calls.c.id == call).values(state="answered", ended=now))
+
+
+def record_failure(connection: Connection, attempt: AttemptId, call: str, fault: str, now: float) -> None:
+    """A call that was admitted and gets no answer; the fault decides about the attempt's outcome if it fails."""
+    connection.execute(update(calls).where(calls.c.id == call).values(state="failed", ended=now))
+    record_fault(connection, attempt, fault)
+
+
+def record_fault(connection: Connection, attempt: AttemptId, fault: str) -> None:
+    connection.execute(update(attempts).where(_is(attempts.c.rollout, attempts.c.number, attempt)).values(fault=fault))
+
+
+def mark_delivered(connection: Connection, attempt: AttemptId, numbers: Iterable[int]) -> None:
+    mine = _is(nodes.c.rollout, nodes.c.attempt, attempt)
+    connection.execute(update(nodes).where(and_(mine, nodes.c.number.in_(list(numbers)))).values(delivered=True))
+
+
+def mark_lost(connection: Connection) -> None:
+    """At the gateway's start: calls that an earlier process admitted and did not answer."""
+    connection.execute(update(calls).where(calls.c.state == "admitted").values(state="lost"))
+
+
+def load_nodes(connection: Connection, attempt: AttemptId) -> list[Node]:
+    query = select(nodes).where(_is(nodes.c.rollout, nodes.c.attempt, attempt)).order_by(nodes.c.number)
+    return [_node(row) for row in connection.execute(query).mappings()]
+
+
+def load_transcript(connection: Connection, rollout: str) -> Transcript:
+    query = select(attempts.c.number).where(attempts.c.rollout == rollout).order_by(attempts.c.number)
+    numbers = connection.execute(query).scalars().all()
+    return Transcript(
+        get_rollout(connection, rollout),
+        [Attempt(number, load_nodes(connection, (rollout, number))) for number in numbers],
+    )
+
+
+def load_transcripts(connection: Connection, group: str) -> list[Transcript]:
+    return [load_transcript(connection, member.id) for member in members(connection, group)]
+
+
+def totals(connection: Connection, run: str) -> Totals:
+    of_run = select(rollouts.c.id).where(rollouts.c.run == run)
+    asked = select(calls.c.state, func.count()).where(calls.c.rollout.in_(of_run)).group_by(calls.c.state)
+    by_state: dict[str, int] = dict(connection.execute(asked).tuples().all())
+    mine = nodes.c.rollout.in_(of_run)
+    answers, sampled = connection.execute(
+        select(func.count(), func.coalesce(func.sum(nodes.c.sampled), 0)).where(mine)
+    ).one()
+    undelivered = select(func.count()).where(and_(mine, nodes.c.delivered.is_(False)))
+    return Totals(
+        calls=sum(by_state.values()),
+        answers=answers,
+        sampled_tokens=sampled,
+        lost=by_state.get("lost", 0) + by_state.get("failed", 0),
+        undelivered=connection.execute(undelivered).scalar_one(),
+    )
+
+
+def _node(row: Any) -> Node:
+    return Node(
+        number=row["number"],
+        parent=row["parent"],
+        segment=row["segment"],
+        answer=row["answer"],
+        logprobs=row["logprobs"],
+        versions=row["versions"],
+        temperature=row["temperature"],
+        finish=row["finish"],
+        delivered=row["delivered"],
+        messages=orjson.loads(row["messages"]),
+        message=orjson.loads(row["message"]),
+        tools=orjson.loads(row["tools"]),
+    )
+
+
+def _is(rollout: Any, number: Any, attempt: AttemptId) -> Any:
+    return and_(rollout == attempt[0], number == attempt[1])

@@ -1,0 +1,146 @@
+"""A policy's tokenizer and chat template: the text of messages, and the tokens of segments.
+
+Uses tokenizer.json by `tokenizers` and the chat template by `jinja2`, set up as transformers sets it up, because
+importing transformers costs seconds and torch. `exchange.py` asks for the first segment of a conversation (all its
+messages rendered) and for later ones, which are encoded *by difference*: what the template adds after a fixed stub
+conversation that ends in an assistant turn. So a later segment never depends on earlier text, and nothing that was
+sampled is ever encoded again.
+"""
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import orjson
+from tokenizers import Tokenizer
+
+from harnessed.config import ConfigError
+
+Messages = list[dict[str, Any]]
+
+_ANSWER = "\u2402answer\u2403"
+"""The stub's assistant text: found again in every rendering, and no template changes or trims it."""
+
+
+class TemplateError(Exception):
+    """The template refuses these messages; the text is the template's own."""
+
+
+class ChatTemplate:
+    """Encodes and decodes for one policy. Made once per policy folder; safe to use for every run."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError when the folder lacks what is needed."""
+        if not folder.is_dir():
+            raise ConfigError(f"policy.model: there is no folder {folder}")
+        self._tokenizer = _read_tokenizer(folder)
+        settings = _read_json(folder / "tokenizer_config.json")
+        self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
+        self._template = _compile(_template_source(folder, settings))
+        self._now = datetime.datetime.now()
+        self.stop_ids = self._stop_ids(folder)
+        self._stop_texts = [self._tokenizer.id_to_token(id) for id in self.stop_ids]
+
+    def first_segment(self, messages: Messages, tools: Messages) -> list[int]:
+        """Tokens of a conversation from its beginning to the generation prompt."""
+        return self._encode(self._render(messages, tools))
+
+    def next_segment(self, messages: Messages, tools: Messages, *, stopped: bool) -> list[int]:
+        """Tokens between an answer and the next generation prompt, `messages` being what was said in between.
+
+        `stopped`: the answer ended with its sampled stop token. Otherwise the template's stop comes first in the
+        segment, as a prompt token.
+        """
+        stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
+        _, found, text = self._render(stub + messages, tools).rpartition(_ANSWER)
+        if not found:
+            raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
+        if stopped:
+            stop = next((stop for stop in self._stop_texts if text.startswith(stop)), "")
+            text = text.removeprefix(stop)
+        return self._encode(text)
+
+    def text(self, answer: list[int], *, stopped: bool) -> str:
+        """The text of sampled tokens, without the stop token; a character cut in two by the end is left out."""
+        text: str = self._tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=True)
+        return text if stopped else text.rstrip("\ufffd")
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _render(self, messages: Messages, tools: Messages) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools or None,
+                add_generation_prompt=True,
+                strftime_now=self._now.strftime,
+                raise_exception=_raise,
+                **self._special,
+            )
+        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+            raise TemplateError(f"the chat template cannot render these messages: {error}") from error
+
+    def _stop_ids(self, folder: Path) -> list[int]:
+        ids = _read_json(folder / "generation_config.json").get("eos_token_id")
+        if ids is None:
+            ids = self._tokenizer.token_to_id(self._special.get("eos_token", ""))
+        if ids is None:
+            raise ConfigError(f"{folder} names no stop token: set eos_token_id in generation_config.json")
+        return [ids] if isinstance(ids, int) else list(ids)
+
+
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json: save the policy with a fast tokenizer")
+    return Tokenizer.from_file(str(path))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = orjson.loads(path.read_bytes()) if path.is_file() else {}
+    return settings
+
+
+def _token_text(token: str | dict[str, str]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _template_source(folder: Path, settings: dict[str, Any]) -> str:
+    """The template as transformers finds it: a file of its own, or a field (named ones: `default`)."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    source = settings.get("chat_template")
+    if isinstance(source, list):
+        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+    if not isinstance(source, str):
+        raise ConfigError(f"{folder} has no chat template: add chat_template.jinja")
+    return source
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template does not compile: {error}") from error
+
+
+def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+    """Unlike jinja's own filter: raw Unicode and no HTML escapes, as models were trained on."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

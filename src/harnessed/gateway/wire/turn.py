@@ -1,0 +1,61 @@
+"""What every protocol is translated into and from: Turn (a request), Reply (its answers), WireError (a refusal)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a harness: what it says, and how it wants the answer sampled."""
+
+    messages: list[dict[str, Any]]
+    """In the shape of OpenAI chat messages, as they came."""
+    tools: list[dict[str, Any]]
+    model: str
+    """Any name is served by the run's policy; the answer carries it back."""
+    n: int = 1
+    """Answers wanted."""
+    max_tokens: int | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
+    """The request without messages and tools, kept beside the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer as it is delivered."""
+
+    message: dict[str, Any]
+    finish: str
+    """`stop` or `length`."""
+    tokens: int
+    """Sampled tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    id: str
+    model: str
+    created: float
+    """Seconds since the epoch."""
+    prompt_tokens: int
+    choices: list[Choice]
+
+
+class WireError(Exception):
+    """A refusal before the first byte. `code` is one that OpenAI's clients know where there is one."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+def context_overflow(needed: int, limit: int) -> WireError:
+    """The refusal that harnesses recognise as theirs to mend, by compaction for instance."""
+    return WireError(
+        400,
+        "context_length_exceeded",
+        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {needed} tokens. "
+        "Please reduce the length of the messages.",
+    )

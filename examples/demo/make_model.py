@@ -29,9 +29,9 @@ from demonstrations import CHAT_TEMPLATE, STOP, Text, Turn, demonstrate
 
 PAD = "<|endoftext|>"
 CONTEXT = 2048
-STEPS = 300
+STEPS = 250
 EPISODES_PER_STEP = 32
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 4e-3
 WARMUP_STEPS = 20
 REPORT_SECONDS = 5.0
 

@@ -80,9 +80,7 @@ class Api:
             Route("/api/rollouts/{rollout}/cancel", self._admin(self.cancel_rollout), methods=["POST"]),
             Route("/api/rollouts/{rollout}/events", self._admin(self.list_events)),
             Route("/api/rollouts/{rollout}/reward", self._guarded(self.post_reward), methods=["POST"]),
-            Route(
-                "/api/rollouts/{rollout}/attempts/{attempt:int}/end", self._admin(self.end_attempt), methods=["POST"]
-            ),
+            Route("/api/rollouts/{rollout}/attempts/{n:int}/end", self._admin(self.end_attempt), methods=["POST"]),
             Route("/api/attempts/claim", self._admin(self.claim), methods=["POST"]),
             Route("/api/attempts/renew", self._admin(self.renew), methods=["POST"]),
             Route("/api/events", self._guarded(self.append_event), methods=["POST"]),
@@ -123,10 +121,11 @@ class Api:
 
     async def cancel_group(self, request: Request) -> Response:
         group = request.path_params["group"]
-        answer = await self._store.write(lambda connection: lifecycle.cancel_group(connection, group, time.time()))
-        for index in range(answer.n):
-            self._exchange.forget(f"{group}.{index}")
-        return _answer(answer)
+        known = await self._store.read(lambda connection: lifecycle.get_group(connection, group))
+        await asyncio.gather(*(self._exchange.settle(f"{group}.{index}") for index in range(known.n)))
+        return _answer(
+            await self._store.write(lambda connection: lifecycle.cancel_group(connection, group, time.time()))
+        )
 
     async def transcripts(self, request: Request) -> Response:
         group = request.path_params["group"]
@@ -147,9 +146,10 @@ class Api:
 
     async def cancel_rollout(self, request: Request) -> Response:
         rollout = request.path_params["rollout"]
-        answer = await self._store.write(lambda connection: lifecycle.cancel_rollout(connection, rollout, time.time()))
-        self._exchange.forget(rollout)
-        return _answer(answer)
+        await self._exchange.settle(rollout)
+        return _answer(
+            await self._store.write(lambda connection: lifecycle.cancel_rollout(connection, rollout, time.time()))
+        )
 
     async def list_events(self, request: Request) -> Response:
         rollout = request.path_params["rollout"]
@@ -169,9 +169,8 @@ class Api:
         def end(connection: Connection) -> Rollout:
             return lifecycle.end_attempt(connection, rollout, attempt, ending, ending.attempts, time.time())
 
-        answer = await self._store.write(end)
-        self._exchange.forget(rollout)
-        return _answer(answer)
+        await self._exchange.settle(rollout)
+        return _answer(await self._store.write(end))
 
     async def claim(self, request: Request) -> Response:
         """Waits for the first queued rollout: a slot that is free starts work as soon as there is some."""

@@ -77,4 +77,4 @@ async def _expire(store: Store, exchange: Exchange) -> None:
     while True:
         await asyncio.sleep(_EXPIRY_S)
         for rollout in await store.write(lambda connection: lifecycle.expire(connection, time.time())):
-            exchange.forget(rollout)
+            await exchange.settle(rollout)

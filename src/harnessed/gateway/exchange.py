@@ -41,6 +41,7 @@ from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError, context_
 from harnessed.records import Limits, Node, Sampling
 
 MOST_BODY_BYTES = 64 * 2**20
+SETTLE_LIMIT_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +75,8 @@ class Session:
     next_number: int
     """Of the next node; handed out in the order in which writes are queued."""
     pending: dict[Digest, list[Pending]] = field(default_factory=dict)
+    closing: bool = False
+    """The attempt is about to be ended."""
 
 
 class Exchange:
@@ -110,10 +113,18 @@ class Exchange:
             self._templates[folder] = ChatTemplate(Path(folder))
         return self._templates[folder]
 
-    def forget(self, rollout: str) -> None:
-        """Its attempt has ended: calls of it are refused from now on."""
-        for attempt in [attempt for attempt in self._sessions if attempt[0] == rollout]:
-            del self._sessions[attempt]
+    async def settle(self, rollout: str) -> None:
+        """Before a rollout's attempt is ended: refuse its further calls, and let what the engine generates for it be
+        recorded, so that the books hold every token. An engine that takes longer than SETTLE_LIMIT_S is left behind."""
+        for session in [session for attempt, session in self._sessions.items() if attempt[0] == rollout]:
+            session.closing = True
+            tasks = {pending.task for waiting in session.pending.values() for pending in waiting}
+            if tasks:
+                await asyncio.wait(tasks, timeout=SETTLE_LIMIT_S)
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        self._sessions.pop(session.attempt, None)
 
     def _key(self, scope: Scope) -> Key:
         headers = Headers(scope=scope)
@@ -137,9 +148,7 @@ class Exchange:
     async def _load(self, attempt: AttemptId) -> Session:
         known = await self._store.read(lambda connection: load_attempt(connection, attempt))
         if known is None or not known["live"]:
-            raise WireError(
-                403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void"
-            )
+            raise _ended(attempt)
         nodes = await self._store.read(lambda connection: load_nodes(connection, attempt))
         session = Session(
             attempt=attempt,
@@ -177,6 +186,8 @@ class Exchange:
 
     def _begin(self, session: Session, turn: Turn, place: Place) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
+        if session.closing:
+            raise _ended(session.attempt)
         if session.calls >= session.limits.calls:
             self._refuse_over_budget(session, f"the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
@@ -243,10 +254,10 @@ class Exchange:
                 lambda connection: record_answers(connection, session.attempt, call, nodes, time.time())
             )
         except Refused as error:
-            self.forget(session.attempt[0])
+            self._forget(session)
             raise WireError(403, "attempt_ended", str(error)) from error
         except SQLAlchemyError as error:
-            self.forget(session.attempt[0])  # what memory holds is ahead of the store: load it again
+            self._forget(session)  # what memory holds is ahead of the store: load it again
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
         for node in nodes:
             session.tree.add(node, place.prompt)
@@ -261,6 +272,10 @@ class Exchange:
 
     def _refuse_over_budget(self, session: Session, what: str) -> None:
         self._store.write_soon(lambda connection: record_fault(connection, session.attempt, f"budget: {what}"))
+
+
+def _ended(attempt: AttemptId) -> WireError:
+    return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
 
 
 def _retried(session: Session, place: Place, retry_count: int) -> Pending | None:

@@ -258,7 +258,7 @@ def _run_alone(connection: Connection, work: Work[Any]) -> tuple[Any, BaseExcept
     savepoint = connection.begin_nested()
     try:
         result = work(connection)
-    except Exception as error:  # noqa: BLE001: what a write raises belongs to its caller, not to its neighbours
+    except Exception as error:  # noqa: BLE001  # what a write raises belongs to its caller, not to its neighbours
         savepoint.rollback()
         return None, error
     savepoint.commit()

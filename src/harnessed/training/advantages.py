@@ -1,4 +1,4 @@
-"""Rollout-level advantages: each rollout counts once in its group, however many rows it has. `trainer.py` calls this."""
+"""Rollout-level advantages: each rollout counts once in its group, however many rows it has. For `trainer.py`."""
 
 import math
 

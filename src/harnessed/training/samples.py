@@ -94,7 +94,7 @@ def _rows(rollout: str, nodes: list[Node]) -> tuple[list[Row], Fates]:
     repeated = {node.parent for node in by_number.values()}
     rows = []
     for leaf in sorted(by_number.keys() - repeated):
-        path = _path(by_number, leaf)
+        path = path_to(by_number, leaf)
         mine = {node.number for node in path} & trainable
         if mine:
             rows.append(_row(rollout, path, mine))
@@ -102,7 +102,8 @@ def _rows(rollout: str, nodes: list[Node]) -> tuple[list[Row], Fates]:
     return rows, fates
 
 
-def _path(by_number: dict[int, Node], leaf: int) -> list[Node]:
+def path_to(by_number: dict[int, Node], leaf: int) -> list[Node]:
+    """The nodes from a conversation's start to an answer."""
     path = []
     while leaf:
         path.append(by_number[leaf])

@@ -1,0 +1,45 @@
+# The two commands of README, and what contributors and CI use. Everything is installed into .venv.
+
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+INSTALLED := $(VENV)/installed
+MODEL := .cache/demo-model-seed$(SEED)
+RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
+
+# Tiny models are slower on several OpenMP threads than on one.
+export OMP_NUM_THREADS = 1
+
+.PHONY: demo test check format install
+
+demo: $(INSTALLED) $(MODEL)/config.json
+	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
+	@$(VENV)/bin/harnessed train examples/demo/demo.yaml run.seed=$(SEED) policy.model=$(MODEL) run.folder=$(RUN)
+
+test: $(INSTALLED)
+	@echo "test: runs the whole test suite with real processes and servers; up to 5 minutes on two cores"
+	@$(VENV)/bin/pytest
+
+check: $(INSTALLED)
+	@echo "check: formatting, lint and types; about half a minute"
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+
+format: $(INSTALLED)
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Harnessed needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
+	@echo "install: makes $(VENV) with pinned dependencies; 1 to 3 minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,demo,dev]'
+	@touch $@
+
+$(MODEL)/config.json: $(INSTALLED)
+	@echo "model: makes the demo's policy and teaches it the format; about half a minute, once for each seed"
+	@$(VENV)/bin/python examples/demo/make_model.py $(MODEL) --seed $(SEED)

@@ -1,0 +1,202 @@
+"""The command `harnessed`: reads the configuration, starts what is needed, and says in one line what went wrong.
+
+Exit status: 0 done; 1 a run that failed; 2 a configuration that cannot work; 130 interrupted. Torch is imported by the
+trainer's and the engine's process only, and harness packages by the controller's children only.
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from harnessed import launch
+from harnessed.client import ApiError, AsyncClient, Client, Unreachable
+from harnessed.config import Config, ConfigError, load
+from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key
+from harnessed.training.watch import Stalled
+
+
+def main() -> NoReturn:
+    arguments = _parser().parse_args()
+    try:
+        if arguments.owner:
+            launch.die_with(arguments.owner)
+        config = load(arguments.config, arguments.overrides)
+        sys.exit(arguments.run(config, arguments))
+    except ConfigError as error:
+        _say(f"configuration: {error}")
+        sys.exit(2)
+    except (launch.ServiceDied, Stalled, Unreachable, ApiError) as error:
+        _say(str(error))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        sys.exit(130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="harnessed", description="Train the model behind an AI agent through the harness that ships."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, description in (
+        ("train", train, "train the policy on the tasks of a configuration"),
+        ("eval", evaluate, "run the held-out tasks alone"),
+        ("gateway", serve_gateway, "serve harnesses and keep the records"),
+        ("controller", run_controller, "run agents for a gateway"),
+        ("engine", serve_engine, "serve a policy's tokens"),
+    ):
+        command = commands.add_parser(name, help=description, description=description)
+        command.add_argument("config", type=Path, help="YAML file; docs/configuration.md has every setting")
+        command.add_argument("overrides", nargs="*", metavar="section.setting=value")
+        # For services that a run starts (launch.py): who owns them, their socket, the run's folder.
+        command.add_argument("--owner", type=int, help=argparse.SUPPRESS)
+        command.add_argument("--listener", type=int, help=argparse.SUPPRESS)
+        command.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+        command.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
+        command.set_defaults(run=run)
+    return parser
+
+
+def train(config: Config, arguments: argparse.Namespace) -> int:
+    _need_torch("train")
+    from harnessed.training.tasks import stream, take
+
+    base, seed = arguments.config.resolve().parent, config.run.seed
+    train_tasks = stream(config.tasks.train, base, seed, shuffle=True)
+    held_out = take(stream(config.tasks.held_out, base, seed, shuffle=False), config.evaluation.tasks, "tasks.held_out")
+    with Run(config, arguments.config, arguments.overrides) as run:
+        run.start(weights=run.folder / "policy")
+        from harnessed.training.backends.local import LocalBackend
+        from harnessed.training.display import Display
+        from harnessed.training.trainer import Trainer
+
+        backend = LocalBackend(
+            config.policy.model, run.folder / "policy", config.trainer.optimiser, threads=config.trainer.threads
+        )
+        run.wait_for_engine()
+        watch = run.watch()
+        with Display(config.trainer.steps, lambda: watch.counts) as display:
+            trainer = Trainer(
+                config,
+                run.folder,
+                run.id,
+                run.gateway,
+                Client(run.engine_url),
+                backend,
+                run.rollouts(watch, display.tick),
+                display,
+                train_tasks,
+                held_out,
+            )
+            summary = trainer.run()
+    display.summary(summary, str(run.folder))
+    return 130 if summary.interrupted else 0
+
+
+def evaluate(config: Config, arguments: argparse.Namespace) -> int:
+    _need_torch("eval")  # the engine's
+    from harnessed.training.display import Display
+    from harnessed.training.evaluation import evaluate as evaluate_held_out
+    from harnessed.training.report import Report
+    from harnessed.training.tasks import stream, take
+
+    tasks = take(
+        stream(config.tasks.held_out, arguments.config.resolve().parent, config.run.seed, shuffle=False),
+        config.evaluation.tasks,
+        "tasks.held_out",
+    )
+    with Run(config, arguments.config, arguments.overrides) as run:
+        run.start(weights=None)
+        run.wait_for_engine()
+        watch = run.watch()
+        with Display(0, lambda: watch.counts) as display:
+            display.phase("held-out tasks")
+            result = evaluate_held_out(
+                run.rollouts(watch, display.tick),
+                Report(run.folder),
+                tasks,
+                config.evaluation,
+                config.sampling,
+                "evaluation",
+            )
+    (run.folder / "evaluation.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
+    greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
+    display.note(f"held-out success {result.success:.3f} ({result.rollouts} tasks, {result.failed} failed{greedy})")
+    display.note(f"run folder: {run.folder}")
+    return 0
+
+
+def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
+    from harnessed.gateway.app import SECRET, serve
+    from harnessed.gateway.keys import ADMIN, Keyring
+
+    folder = _service_folder(config, arguments)
+    listener = _listener(arguments, config.gateway.host, config.gateway.port, "gateway.port")
+    if not arguments.owner:
+        key_file = folder / "admin.key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(Keyring.from_file(folder / SECRET).sign(ADMIN), encoding="utf-8")
+        _say(f"gateway on {launch.url_of(listener)}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}")
+    serve(listener, folder, config.gateway)
+    return 0
+
+
+def run_controller(config: Config, arguments: argparse.Namespace) -> int:
+    from harnessed.controller import reconciler
+
+    reconciler.check(config)
+    if config.gateway.url is None:
+        raise ConfigError("gateway.url is missing: name the gateway that this controller works for")
+
+    url, folder = config.gateway.url, _service_folder(config, arguments)
+
+    async def run() -> None:
+        async with AsyncClient(url, admin_key()) as client:
+            await reconciler.run_controller(config, client, folder)
+
+    asyncio.run(run())
+    return 0
+
+
+def serve_engine(config: Config, arguments: argparse.Namespace) -> int:
+    _need_torch("engine")
+    from harnessed.engine.serve import serve
+
+    listener = _listener(arguments, config.engine.host, config.engine.port, "engine.port")
+    if not arguments.owner:
+        _say(f"engine on {launch.url_of(listener)}")
+    serve(listener, config.policy.model, arguments.weights, config.engine)
+    return 0
+
+
+def _listener(arguments: argparse.Namespace, host: str, port: int, setting: str) -> socket.socket:
+    """The socket that the owner handed down, or one of our own."""
+    if arguments.listener is not None:
+        return socket.socket(fileno=arguments.listener)
+    return launch.bind(host, port, setting)
+
+
+def _service_folder(config: Config, arguments: argparse.Namespace) -> Path:
+    """A service that was started by hand may come back to the folder that it had."""
+    folder: Path = arguments.folder or config.run.folder or Path.cwd() / "runs" / config.run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _need_torch(command: str) -> None:
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"`harnessed {command}` needs torch: pip install 'harnessed[train]'")
+
+
+def _say(text: str) -> None:
+    print(f"harnessed: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

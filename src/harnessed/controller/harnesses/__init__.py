@@ -1,0 +1,1 @@
+"""Presets: one module for each harness that Harnessed knows by name. Called by launch.py and in warm templates."""

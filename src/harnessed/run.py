@@ -1,0 +1,133 @@
+"""One run of the command line: what is checked before anything starts, its folder, its services, its gateway.
+
+`cli.py` opens a `Run` for `harnessed train` and `harnessed eval`; at its end every process that it started has ended.
+"""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import yaml
+
+from harnessed.client import Client, create_run, register_engine
+from harnessed.config import Config, ConfigError
+from harnessed.controller import reconciler
+from harnessed.gateway.app import SECRET
+from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.template import ChatTemplate
+from harnessed.launch import Services, bind, url_of
+from harnessed.records import EngineSpec, RunSpec
+from harnessed.training.rollouts import Rollouts
+from harnessed.training.watch import Watch
+
+ADMIN_KEY_VARIABLE = "HARNESSED_ADMIN_KEY"
+"""Holds the admin key of a gateway that the run did not start itself."""
+
+
+def admin_key() -> str:
+    """Raises ConfigError."""
+    key = os.environ.get(ADMIN_KEY_VARIABLE)
+    if not key:
+        raise ConfigError(f"gateway.url names a running gateway: set {ADMIN_KEY_VARIABLE} to its admin key")
+    return key
+
+
+class Run:
+    """From the checks of a configuration to the end of all processes that were started for it."""
+
+    def __init__(self, config: Config, path: Path, overrides: list[str]) -> None:
+        """`path` and `overrides` are where the configuration came from; services read it again. Raises ConfigError."""
+        self._config = config
+        self._arguments = [str(path.resolve()), *overrides]
+        _check(config)
+        self.folder = _new_folder(config)
+        self.id = f"{config.run.name}-{secrets.token_hex(3)}"
+        self._services = Services(self.folder / "logs")
+        gateway, engine = config.gateway, config.engine
+        self.gateway_url, self._gateway_socket = _place(gateway.url, gateway.host, gateway.port, "gateway.port")
+        self.engine_url, self._engine_socket = _place(engine.url, engine.host, engine.port, "engine.port")
+        self.gateway: Client
+
+    def __enter__(self) -> Self:
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._services.stop()
+
+    def start(self, weights: Path | None) -> None:
+        """Start the services and make the run known to its gateway; `weights`: what a trainer shares with the engine.
+
+        Raises launch.ServiceDied, client.ApiError, client.Unreachable.
+        """
+        config = self._config
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        shared = [*self._arguments, "--folder", str(self.folder)]
+        if config.gateway.url is None:
+            os.environ[ADMIN_KEY_VARIABLE] = Keyring.from_file(self.folder / SECRET).sign(ADMIN)
+            self._services.start("gateway", shared, self._gateway_socket)
+        if not config.controller.external:
+            self._services.start("controller", [*shared, f"gateway.url={self.gateway_url}"])
+        if config.engine.url is None:
+            options = ["--weights", str(weights)] if weights else []
+            self._services.start("engine", [*shared, *options], self._engine_socket)
+        self.gateway = Client(self.gateway_url, admin_key())
+        self.gateway(create_run(RunSpec(id=self.id, policy=str(config.policy.model), limits=config.limits)))
+
+    def wait_for_engine(self) -> None:
+        """Register the engine as soon as it answers. Raises launch.ServiceDied."""
+        engine = EngineSpec(id=f"{self.id}-engine", url=self.engine_url, run=self.id)
+        limit = self._config.engine.start_limit_s
+        self._services.wait("the engine was not ready", lambda: self.gateway(register_engine(engine)).healthy, limit)
+
+    def watch(self) -> Watch:
+        limits, evaluator = self._config.controller, self._config.evaluator
+        # An attempt may be silent for as long as it may run; its evaluator and a lost lease come on top.
+        stall_limit_s = limits.time_limit_s + evaluator.time_limit_s * evaluator.tries + 60
+        return Watch(self.gateway, self.id, stall_limit_s=stall_limit_s)
+
+    def rollouts(self, watch: Watch, tick: Callable[[], None]) -> Rollouts:
+        def look_after() -> None:
+            self._services.check()
+            tick()
+
+        return Rollouts(self.gateway, self.id, self._config.run.seed, watch, look_after)
+
+
+def _check(config: Config) -> None:
+    """Everything that can be known before anything starts."""
+    ChatTemplate(config.policy.model)
+    try:
+        model = json.loads((config.policy.model / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"policy.model: cannot read config.json in {config.policy.model}: {error}") from None
+    context = model.get("max_position_embeddings")
+    if context and config.limits.context > context:
+        raise ConfigError(f"limits.context is {config.limits.context}, but the policy takes {context} tokens at most")
+    if not config.controller.external:
+        reconciler.check(config)
+    if config.gateway.url is not None:
+        admin_key()
+
+
+def _new_folder(config: Config) -> Path:
+    folder = config.run.folder or Path.cwd() / "runs" / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"run.folder: {folder} is not empty; name another one, or remove it")
+    return folder
+
+
+def _place(url: str | None, host: str, port: int, setting: str) -> tuple[str, socket.socket | None]:
+    """Where a service is: at the given URL, or at a socket of ours. Raises ConfigError."""
+    if url is not None:
+        return url, None
+    listener = bind(host, port, setting)
+    return url_of(listener), listener

@@ -1,0 +1,1 @@
+"""What computes gradients: `local.py` on one machine with torch."""

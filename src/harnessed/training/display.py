@@ -1,0 +1,135 @@
+"""What people see while a run goes on: a live panel on a terminal, plain lines elsewhere. The trainer calls it."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+
+from harnessed.records import Outcome, State
+from harnessed.training.report import HeldOut, Summary
+
+_FAILED = frozenset(Outcome) - {Outcome.OK}
+
+
+class Display:
+    """Use as a context manager: the terminal is given back at its end."""
+
+    def __init__(self, steps: int, counts: Callable[[], Counter[str]], console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._steps = steps
+        self._counts = counts
+        self._step = 0
+        self._phase = "starting"
+        self._phase_began = time.monotonic()
+        self._metrics: dict[str, Any] = {}
+        self._held_out = ""
+        self._began_steps: float | None = None
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def tick(self) -> None:
+        """Show what is known now."""
+        if self._live:
+            self._live.update(self._panel(), refresh=True)
+
+    def phase(self, phase: str) -> None:
+        self._phase, self._phase_began = phase, time.monotonic()
+        if self._live:
+            self.tick()
+        elif phase not in ("rollouts", "update", "checkpoint"):
+            self._console.print(f"{phase} ...")
+
+    def step(self, number: int) -> None:
+        self._step = number
+        self._began_steps = self._began_steps or time.monotonic()
+
+    def metrics(self, metrics: dict[str, Any], complaint: str) -> None:
+        """A step is done."""
+        self._metrics = metrics
+        if complaint:
+            self._console.print(f"step {metrics['step']}: {complaint}", markup=False)
+        if not self._live:
+            facts = [
+                f"reward {_number(metrics['reward_mean'])} ± {_number(metrics['reward_deviation'])}",
+                f"entropy {_number(metrics.get('entropy'))}",
+                f"groups {metrics['groups_taken']}/{metrics['groups']}",
+                f"{metrics['tokens_per_second']:.0f} tok/s",
+                f"{metrics['seconds']:.1f} s",
+                f"left {self._left()}",
+            ]
+            self._console.print(f"step {metrics['step']:>4}/{self._steps}  {'  '.join(facts)}")
+
+    def held_out(self, label: str, result: HeldOut) -> None:
+        greedy = f", greedy {result.greedy:.2f}" if result.greedy is not None else ""
+        failed = f", {result.failed} without a reward" if result.failed else ""
+        self._held_out = f"{result.success:.3f} {label} training ({result.rollouts} tasks{greedy}{failed})"
+        if not self._live:
+            self._console.print(f"held-out success {self._held_out}")
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+        self._console.print(text, markup=False)
+
+    def summary(self, summary: Summary, folder: str) -> None:
+        """The table before / after, and where things are."""
+        table = Table(title="held-out success", title_justify="left")
+        table.add_column("")
+        table.add_column("before", justify="right")
+        table.add_column("after", justify="right")
+        table.add_row("sampled", _number(summary.held_out_before), _number(summary.held_out_after))
+        if summary.greedy_before is not None:
+            table.add_row("greedy", _number(summary.greedy_before), _number(summary.greedy_after))
+        self._console.print(table)
+        self._console.print(
+            f"{summary.steps} steps, {summary.rollouts} rollouts, {summary.calls} calls, {summary.sampled_tokens} "
+            f"sampled tokens ({summary.trained_tokens} trained) in {summary.seconds:.0f} s",
+            markup=False,
+        )
+        fates = ", ".join(f"{fate} {count}" for fate, count in sorted(summary.fates.items()))
+        books = "the books balance" if summary.balanced else "THE BOOKS DO NOT BALANCE"
+        self._console.print(f"fates: {fates or 'none'} ({books})", markup=False)
+        self._console.print(f"run folder: {folder}", markup=False, soft_wrap=True)
+
+    def _panel(self) -> RenderableType:
+        counts = self._counts()
+        failed = sum(counts[outcome] for outcome in _FAILED)
+        metrics = self._metrics
+        table = Table.grid(padding=(0, 2))
+        table.add_row("phase", f"{self._phase} ({time.monotonic() - self._phase_began:.0f} s)")
+        table.add_row("step", f"{self._step} of {self._steps}, time left {self._left()}")
+        table.add_row("reward", f"{_number(metrics.get('reward_mean'))} ± {_number(metrics.get('reward_deviation'))}")
+        table.add_row("held-out success", self._held_out or "-")
+        table.add_row("entropy", _number(metrics.get("entropy")))
+        table.add_row(
+            "rollouts",
+            f"{counts[State.QUEUED]} queued, {counts[State.RUNNING]} running, "
+            f"{counts[Outcome.OK] + failed} finished, {failed} of them failed",
+        )
+        table.add_row("tokens per second", _number(metrics.get("tokens_per_second"), 0))
+        return Panel(table, title="harnessed", title_align="left", expand=False)
+
+    def _left(self) -> str:
+        done = self._metrics.get("step", 0)
+        if not done or self._began_steps is None:
+            return "-"
+        seconds = (time.monotonic() - self._began_steps) / done * (self._steps - done)
+        return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"

@@ -1,0 +1,110 @@
+"""What a run leaves in its folder for people and scripts: metrics.jsonl, transcripts.jsonl, summary.json.
+
+The trainer and `harnessed eval` write through here; every line is on disk when the call returns.
+"""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from harnessed.records import Attempt, Transcript
+from harnessed.training.samples import Fates, path_to
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Result of the held-out tasks."""
+
+    success: float
+    """Mean reward over the rollouts that were judged."""
+    greedy: float | None
+    """The same for the greedy ones; None: none were asked for."""
+    rollouts: int
+    failed: int
+    """Rollouts without a reward (infrastructure); they are not in the mean."""
+
+
+@dataclass(slots=True)
+class Summary:
+    """summary.json."""
+
+    held_out_before: float | None
+    held_out_after: float | None
+    greedy_before: float | None
+    greedy_after: float | None
+    steps: int
+    """Optimiser steps' worth of rollouts; steps whose groups were all skipped count."""
+    rollouts: int
+    calls: int
+    sampled_tokens: int
+    """By the store; `fates` add up to it."""
+    engine_sampled_tokens: int | None
+    """By the engine's own counter, when the run had the engine to itself."""
+    trained_tokens: int
+    lost_calls: int
+    fates: dict[str, int]
+    outcomes: dict[str, int]
+    seconds: float
+    seed: int
+    checkpoint: str | None
+    """The last one, relative to the run's folder."""
+    interrupted: bool
+
+    @property
+    def balanced(self) -> bool:
+        """Every token that was sampled has a fate."""
+        total = sum(self.fates.values())
+        return total == self.sampled_tokens and self.engine_sampled_tokens in (None, total)
+
+
+class Report:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.fates: Fates = Counter()
+        """Of every rollout that was written."""
+        self.outcomes: Counter[str] = Counter()
+
+    def metrics(self, metrics: dict[str, Any]) -> None:
+        self._append("metrics.jsonl", metrics)
+
+    def transcript(self, transcript: Transcript, fates: Fates, step: int | None) -> None:
+        """Take the final fates of a rollout into the books, and keep its conversations for people."""
+        self.fates += fates
+        self.outcomes[transcript.rollout.outcome or "unfinished"] += 1
+        rollout = transcript.rollout
+        self._append(
+            "transcripts.jsonl",
+            {
+                "rollout": rollout.id,
+                "step": step,
+                "purpose": rollout.purpose,
+                "outcome": rollout.outcome,
+                "reason": rollout.reason,
+                "reward": rollout.reward,
+                "parts": rollout.parts,
+                "attempts": len(transcript.attempts),
+                "fates": fates,
+                "conversations": conversations(transcript.attempts[-1]) if transcript.attempts else [],
+            },
+        )
+
+    def summary(self, summary: Summary) -> None:
+        text = json.dumps(asdict(summary), indent=2) + "\n"
+        (self._folder / "summary.json").write_text(text, encoding="utf-8")
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with (self._folder / name).open("ab") as file:
+            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+
+
+def conversations(attempt: Attempt) -> list[list[dict[str, Any]]]:
+    """The messages of every path from a conversation's start to an answer that no later request repeats."""
+    by_number = {node.number: node for node in attempt.nodes}
+    leaves = sorted(by_number.keys() - {node.parent for node in attempt.nodes})
+    return [
+        [message for node in path_to(by_number, leaf) for message in (*node.messages, node.message)] for leaf in leaves
+    ]

@@ -1,0 +1,70 @@
+"""Where a run's tasks come from: a JSONL file, or a Python function that yields them. Called by the command line."""
+
+import importlib
+import itertools
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from harnessed.config import ConfigError
+from harnessed.records import Task
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def stream(source: str, base: Path, seed: int, *, shuffle: bool) -> Iterator[Task]:
+    """Tasks of `module:function` (called with the seed), or of a JSONL file, read again and again.
+
+    `shuffle`: a file's tasks come in a new order each time, which the seed decides. Raises ConfigError.
+    """
+    if _FUNCTION.fullmatch(source):
+        return iter(_function(source)(seed))
+    return _repeat(_read(base / source), seed, shuffle)
+
+
+def take(tasks: Iterator[Task], n: int, setting: str) -> list[Task]:
+    """The next n tasks. Raises ConfigError when the source yields something else, or ends before."""
+    taken = list(itertools.islice(tasks, n))
+    if len(taken) < n:
+        raise ConfigError(f"{setting} gives {len(taken)} tasks where {n} are needed")
+    for task in taken:
+        if not isinstance(task, dict):
+            raise ConfigError(f"{setting} gives {type(task).__name__} {str(task)[:60]!r}; a task is a mapping")
+    return taken
+
+
+def _function(source: str) -> Any:
+    module, _, name = source.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks: no module {error.name} for {source}; put it beside the configuration") from None
+    except AttributeError:
+        raise ConfigError(f"tasks: module {module} has no function {name}") from None
+
+
+def _read(path: Path) -> list[Task]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"tasks: cannot read {path}: {error.strerror}; name a file or module:function") from None
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                tasks.append(orjson.loads(line))
+            except orjson.JSONDecodeError as error:
+                raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
+    if not tasks:
+        raise ConfigError(f"tasks: {path} holds no task")
+    return tasks
+
+
+def _repeat(tasks: list[Task], seed: int, shuffle: bool) -> Iterator[Task]:
+    order = random.Random(seed)
+    while True:
+        yield from order.sample(tasks, len(tasks)) if shuffle else tasks

@@ -1,0 +1,237 @@
+"""The training loop: roll out groups, compare their rewards, take one optimiser step, again.
+
+`harnessed train` makes a Trainer and calls `run`. `Trainer.step` reads top to bottom; everything it calls is a pure
+function of values (samples, advantages, micro-batches) or one of the three things with effects: the rollouts, the
+engine's pause, the backend's update.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
+from harnessed.config import Config
+from harnessed.records import Fate, Purpose, Task, Transcript
+from harnessed.training.advantages import all_equal, group_relative
+from harnessed.training.backends.local import LocalBackend, Update
+from harnessed.training.batching import micro_batches
+from harnessed.training.display import Display
+from harnessed.training.evaluation import evaluate
+from harnessed.training.report import HeldOut, Report, Summary
+from harnessed.training.rollouts import Rollouts
+from harnessed.training.samples import Sample, build
+from harnessed.training.tasks import take
+
+DRAIN_LIMIT_S = 120
+"""Longest wait for the engine to finish what it generates before an update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What an optimiser step takes: whole groups, an advantage for each sample."""
+
+    samples: list[Sample]
+    advantages: list[float]
+    groups: int
+
+
+class Trainer:
+    """One synchronous training run, from its first evaluation to summary.json."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        run: str,
+        gateway: Client,
+        engine: Client,
+        backend: LocalBackend,
+        rollouts: Rollouts,
+        display: Display,
+        train_tasks: Iterator[Task],
+        held_out_tasks: list[Task],
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._run = run
+        self._gateway = gateway
+        self._engine = engine
+        self._backend = backend
+        self._rollouts = rollouts
+        self._display = display
+        self._train_tasks = train_tasks
+        self._held_out_tasks = held_out_tasks
+        self._report = Report(folder)
+        self._started = time.monotonic()
+        self._consumed: list[str] = []
+        self._checkpoints: list[Path] = []
+        self._steps = 0
+        self._before: HeldOut | None = None
+        self._after: HeldOut | None = None
+
+    def run(self) -> Summary:
+        """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
+        interrupted = False
+        try:
+            self._before = self._evaluate("before")
+            for number in range(1, self._config.trainer.steps + 1):
+                self.step(number)
+            self._after = self._evaluate("after")
+        except KeyboardInterrupt:
+            interrupted = True
+            self._display.phase("stopping")
+            self._give_up()
+        summary = self._summary(interrupted)
+        self._report.summary(summary)
+        return summary
+
+    def step(self, number: int) -> None:
+        settings = self._config.trainer
+        started = time.monotonic()
+        self._display.step(number)
+        self._display.phase("rollouts")
+        tasks = take(self._train_tasks, settings.groups_per_step, "tasks.train")
+        label = f"step-{number:05d}"
+        specs = self._rollouts.specs(
+            label, tasks, settings.group_size, Purpose.TRAIN, self._config.sampling, draws=label
+        )
+        groups = self._rollouts.collect(specs)
+        rolled_out = time.monotonic()
+
+        self._display.phase("update")
+        samples = [[build(transcript) for transcript in group] for group in groups]
+        taken = select(samples, normalise=settings.objective.normalise_deviation)
+        rows = [row for sample in taken.samples for row in sample.rows]
+        update = self._update(taken)
+        self._consumed += [spec.id for spec in specs]
+        self._steps = number
+        for group, group_samples in zip(groups, samples, strict=True):
+            for transcript, sample in zip(group, group_samples, strict=True):
+                self._report.transcript(transcript, sample.fates, number)
+
+        metrics = self._metrics(number, samples, taken, update)
+        metrics["rows_per_rollout"] = len(rows) / max(len(taken.samples), 1)
+        metrics["rollout_seconds"] = rolled_out - started
+        metrics["seconds"] = time.monotonic() - started
+        metrics["tokens_per_second"] = metrics["sampled_tokens"] / metrics["seconds"]
+        self._report.metrics(metrics)
+        self._display.metrics(metrics, _complaint([transcript for group in groups for transcript in group]))
+        if number % settings.checkpoint_every == 0 or number == settings.steps:
+            self._checkpoint(number)
+
+    def _update(self, taken: Taken) -> Update | None:
+        """One optimiser step while the engine stands still; None if no group had a signal."""
+        if not any(sample.rows for sample in taken.samples):
+            return None
+        batches = micro_batches(taken.samples, taken.advantages, self._config.trainer.micro_batch_tokens)
+        self._engine(pause_engine(DRAIN_LIMIT_S))
+        try:
+            update = self._backend.update(batches, self._config.trainer.objective)
+        finally:
+            self._engine(resume_engine())
+        if not update.applied:
+            for sample in taken.samples:
+                sample.give_up(Fate.UPDATE_SKIPPED)
+        return update
+
+    def _metrics(self, number: int, samples: list[list[Sample]], taken: Taken, update: Update | None) -> dict[str, Any]:
+        flat = [sample for group in samples for sample in group]
+        rewards = [sample.reward for sample in flat if sample.reward is not None]
+        return {
+            "step": number,
+            "version": list(self._backend.version),
+            "reward_mean": statistics.fmean(rewards) if rewards else None,
+            "reward_deviation": statistics.pstdev(rewards) if rewards else None,
+            "groups_taken": taken.groups,
+            "groups": len(samples),
+            "rollouts": len(flat),
+            "rollouts_judged": len(rewards),
+            "sampled_tokens": sum(sum(sample.fates.values()) for sample in flat),
+            "trained_tokens": sum(sample.trained_tokens for sample in flat),
+            "update_applied": update is not None and update.applied,
+            **(update.metrics if update else {}),
+        }
+
+    def _evaluate(self, label: str) -> HeldOut:
+        self._display.phase(f"held-out tasks, {label} training")
+        held_out = evaluate(
+            self._rollouts,
+            self._report,
+            self._held_out_tasks,
+            self._config.evaluation,
+            self._config.sampling,
+            label,
+        )
+        self._report.metrics({"step": self._steps, "held_out": held_out.success, "held_out_greedy": held_out.greedy})
+        self._display.held_out(label, held_out)
+        return held_out
+
+    def _checkpoint(self, number: int) -> None:
+        self._display.phase("checkpoint")
+        folder = self._folder / "checkpoints" / f"step-{number:05d}"
+        notes = {"step": number, "version": list(self._backend.version), "groups": self._consumed}
+        self._backend.save(folder, notes)
+        self._checkpoints.append(folder)
+        for old in self._checkpoints[: -self._config.trainer.keep_checkpoints]:
+            rmtree(old)
+        self._checkpoints = self._checkpoints[-self._config.trainer.keep_checkpoints :]
+
+    def _give_up(self) -> None:
+        """Close the books of rollouts that will not be trained."""
+        for transcript in self._rollouts.give_up():
+            sample = build(transcript)
+            sample.give_up(Fate.GROUP_INCOMPLETE)
+            self._report.transcript(transcript, sample.fates, self._steps + 1)
+
+    def _summary(self, interrupted: bool) -> Summary:
+        totals = self._gateway(get_totals(self._run))
+        counters = [engine.sampled_tokens for engine in self._gateway(list_engines()) if engine.run == self._run]
+        own_engine = self._config.engine.url is None
+        before, after = self._before, self._after
+        return Summary(
+            held_out_before=before.success if before else None,
+            held_out_after=after.success if after else None,
+            greedy_before=before.greedy if before else None,
+            greedy_after=after.greedy if after else None,
+            steps=self._steps,
+            rollouts=sum(self._report.outcomes.values()),
+            calls=totals.calls,
+            sampled_tokens=totals.sampled_tokens,
+            engine_sampled_tokens=counters[0] if own_engine and counters else None,
+            trained_tokens=self._report.fates[Fate.TRAINED],
+            lost_calls=totals.lost,
+            fates={str(fate): count for fate, count in self._report.fates.items()},
+            outcomes=dict(self._report.outcomes),
+            seconds=time.monotonic() - self._started,
+            seed=self._config.run.seed,
+            checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
+            interrupted=interrupted,
+        )
+
+
+def select(groups: list[list[Sample]], *, normalise: bool) -> Taken:
+    """Groups that can be compared, with their advantages; the others' tokens get the fate that says why not."""
+    taken, advantages, count = [], [], 0
+    for group in groups:
+        members = [sample for sample in group if sample.reward is not None]
+        rewards = [sample.reward for sample in members if sample.reward is not None]
+        if len(members) < 2 or all_equal(rewards):
+            for sample in members:
+                sample.give_up(Fate.GROUP_INCOMPLETE if len(members) < 2 else Fate.GROUP_SKIPPED)
+            continue
+        taken += members
+        advantages += group_relative(rewards, normalise=normalise)
+        count += 1
+    return Taken(taken, advantages, count)
+
+
+def _complaint(transcripts: list[Transcript]) -> str:
+    """One line about rollouts that went wrong, with the most frequent reason; empty if none did."""
+    reasons = [f"{t.rollout.outcome}: {t.rollout.reason}" for t in transcripts if t.rollout.outcome != "ok"]
+    if not reasons:
+        return ""
+    return f"{len(reasons)} of {len(transcripts)} rollouts went wrong; most often: {statistics.mode(reasons)[:300]}"

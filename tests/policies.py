@@ -1,0 +1,57 @@
+"""Policy folders made on the spot: a byte-level tokenizer and a ChatML template, with or without a tiny model."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """Every byte is a token; three special ones follow."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: id for id, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    return tokenizer
+
+
+def make_policy(folder: Path, template: str = TEMPLATE) -> Path:
+    """A folder that the gateway can serve; without weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.token_to_id("<|im_end|>")}))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    return folder
+
+
+def add_model(folder: Path, seed: int = 0, hidden: int = 32) -> Path:
+    """Put a random Qwen3 of two layers into the folder."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=make_tokenizer().get_vocab_size(),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=258,
+        pad_token_id=256,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -148,9 +148,10 @@ def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def run_controller(config: Config, arguments: argparse.Namespace) -> int:
-    from harnessed.controller import reconciler
+    from harnessed.controller.check import check
+    from harnessed.controller.reconciler import run_controller as reconcile
 
-    reconciler.check(config)
+    check(config)
     if config.gateway.url is None:
         raise ConfigError("gateway.url is missing: name the gateway that this controller works for")
 
@@ -158,7 +159,7 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
 
     async def run() -> None:
         async with AsyncClient(url, admin_key()) as client:
-            await reconciler.run_controller(config, client, folder)
+            await reconcile(config, client, folder)
 
     asyncio.run(run())
     return 0

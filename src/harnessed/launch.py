@@ -85,13 +85,14 @@ class Services:
             time.sleep(0.05)
 
     def stop(self) -> None:
-        """End all, the latest first; kill what has not ended in time. Ctrl-C is deaf meanwhile: this is short."""
+        """End one after the other, the latest first; kill what has not ended in time.
+
+        Ctrl-C is deaf meanwhile: this is short, and it must not leave processes behind.
+        """
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         deadline = time.monotonic() + STOP_LIMIT_S
         for service in reversed(self._services):
-            if service.process.poll() is None:
-                service.process.terminate()
-        for service in reversed(self._services):
+            service.process.terminate()
             try:
                 service.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:

@@ -18,7 +18,7 @@ import yaml
 
 from harnessed.client import Client, create_run, register_engine
 from harnessed.config import Config, ConfigError
-from harnessed.controller import reconciler
+from harnessed.controller.check import check as check_controller
 from harnessed.gateway.app import SECRET
 from harnessed.gateway.keys import ADMIN, Keyring
 from harnessed.gateway.template import ChatTemplate
@@ -70,15 +70,15 @@ class Run:
         config = self._config
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        shared = [*self._arguments, "--folder", str(self.folder)]
+        options = ["--folder", str(self.folder)]
         if config.gateway.url is None:
             os.environ[ADMIN_KEY_VARIABLE] = Keyring.from_file(self.folder / SECRET).sign(ADMIN)
-            self._services.start("gateway", shared, self._gateway_socket)
-        if not config.controller.external:
-            self._services.start("controller", [*shared, f"gateway.url={self.gateway_url}"])
+            self._services.start("gateway", [*self._arguments, *options], self._gateway_socket)
+        engine_options = [*options, "--weights", str(weights)] if weights else options
         if config.engine.url is None:
-            options = ["--weights", str(weights)] if weights else []
-            self._services.start("engine", [*shared, *options], self._engine_socket)
+            self._services.start("engine", [*self._arguments, *engine_options], self._engine_socket)
+        if not config.controller.external:  # last, so that it ends first and can give back what it holds
+            self._services.start("controller", [*self._arguments, f"gateway.url={self.gateway_url}", *options])
         self.gateway = Client(self.gateway_url, admin_key())
         self.gateway(create_run(RunSpec(id=self.id, policy=str(config.policy.model), limits=config.limits)))
 
@@ -113,7 +113,7 @@ def _check(config: Config) -> None:
     if context and config.limits.context > context:
         raise ConfigError(f"limits.context is {config.limits.context}, but the policy takes {context} tokens at most")
     if not config.controller.external:
-        reconciler.check(config)
+        check_controller(config)
     if config.gateway.url is not None:
         admin_key()
 

@@ -18,6 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 _MOST_ENTRIES = 100_000
+_MOST_DEPTH = 100
+"""Folders in folders; the time to reach an entry grows with it."""
 _LEFT_OUT = {errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ELOOP, errno.EINVAL}
 """Errors of copying that are the agent's doing; a full disk is not."""
 
@@ -91,10 +93,10 @@ def copy(source: Path, target: Path, most_bytes: int) -> None:
     """Copy a dead attempt's folder, up to so many bytes: plain files, folders, and links whose end lies in the copy."""
     links: list[Path] = []
     entries = 0
-    folders = [(source, target)]
+    folders = [(source, target, 0)]
     target.mkdir(mode=0o700)
     while folders:
-        folder, twin = folders.pop()
+        folder, twin, depth = folders.pop()
         for entry in _entries(folder):
             entries += 1
             if entries > _MOST_ENTRIES:
@@ -106,7 +108,8 @@ def copy(source: Path, target: Path, most_bytes: int) -> None:
                     links.append(there)
                 elif entry.is_dir(follow_symlinks=False):
                     there.mkdir(mode=0o700)
-                    folders.append((folder / entry.name, there))
+                    if depth < _MOST_DEPTH:
+                        folders.append((folder / entry.name, there, depth + 1))
                 elif entry.is_file(follow_symlinks=False):
                     most_bytes -= _copy_file(entry, there, most_bytes)
             except OSError as error:

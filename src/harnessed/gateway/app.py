@@ -23,6 +23,8 @@ from harnessed.gateway.store import Store
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
 _EXPIRY_S = 5.0
+SHUTDOWN_S = 1
+"""How long calls and long-polls have to end after SIGTERM; harnesses ask again."""
 
 
 def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
@@ -38,7 +40,7 @@ def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
                     lifespan="off",
                     access_log=False,
                     log_level="warning",
-                    timeout_graceful_shutdown=5,
+                    timeout_graceful_shutdown=SHUTDOWN_S,
                 )
             )
             await server.serve(sockets=[listener])

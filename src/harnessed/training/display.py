@@ -52,7 +52,7 @@ class Display:
         if self._live:
             self.tick()
         elif phase not in ("rollouts", "update", "checkpoint"):
-            self._console.print(f"{phase} ...")
+            self.note(f"{phase} ...")
 
     def step(self, number: int) -> None:
         self._step = number
@@ -62,7 +62,7 @@ class Display:
         """A step is done."""
         self._metrics = metrics
         if complaint:
-            self._console.print(f"step {metrics['step']}: {complaint}", markup=False)
+            self.note(f"step {metrics['step']}: {complaint}")
         if not self._live:
             facts = [
                 f"reward {_number(metrics['reward_mean'])} ± {_number(metrics['reward_deviation'])}",
@@ -72,18 +72,18 @@ class Display:
                 f"{metrics['seconds']:.1f} s",
                 f"left {self._left()}",
             ]
-            self._console.print(f"step {metrics['step']:>4}/{self._steps}  {'  '.join(facts)}")
+            self.note(f"step {metrics['step']:>4}/{self._steps}  {'  '.join(facts)}")
 
     def held_out(self, label: str, result: HeldOut) -> None:
         greedy = f", greedy {result.greedy:.2f}" if result.greedy is not None else ""
         failed = f", {result.failed} without a reward" if result.failed else ""
         self._held_out = f"{result.success:.3f} {label} training ({result.rollouts} tasks{greedy}{failed})"
         if not self._live:
-            self._console.print(f"held-out success {self._held_out}")
+            self.note(f"held-out success {self._held_out}")
 
     def note(self, text: str) -> None:
         """One line that stays."""
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def summary(self, summary: Summary, folder: str) -> None:
         """The table before / after, and where things are."""
@@ -95,15 +95,14 @@ class Display:
         if summary.greedy_before is not None:
             table.add_row("greedy", _number(summary.greedy_before), _number(summary.greedy_after))
         self._console.print(table)
-        self._console.print(
+        self.note(
             f"{summary.steps} steps, {summary.rollouts} rollouts, {summary.calls} calls, {summary.sampled_tokens} "
-            f"sampled tokens ({summary.trained_tokens} trained) in {summary.seconds:.0f} s",
-            markup=False,
+            f"sampled tokens ({summary.trained_tokens} trained) in {summary.seconds:.0f} s"
         )
         fates = ", ".join(f"{fate} {count}" for fate, count in sorted(summary.fates.items()))
         books = "the books balance" if summary.balanced else "THE BOOKS DO NOT BALANCE"
-        self._console.print(f"fates: {fates or 'none'} ({books})", markup=False)
-        self._console.print(f"run folder: {folder}", markup=False, soft_wrap=True)
+        self.note(f"fates: {fates or 'none'} ({books})")
+        self.note(f"run folder: {folder}")
 
     def _panel(self) -> RenderableType:
         counts = self._counts()

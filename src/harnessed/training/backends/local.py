@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from harnessed.config import Objective, Optimiser
 from harnessed.records import Version
@@ -49,6 +50,7 @@ class LocalBackend:
 
     def __init__(self, model_folder: Path, weights_folder: Path, optimiser: Optimiser, *, threads: int) -> None:
         torch.set_num_threads(threads)
+        logging.disable_progress_bar()  # the terminal belongs to the display
         self._model_folder = model_folder
         self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, local_files_only=True)
         self._model.eval()  # no dropout: the trained distribution has to be the sampled one

@@ -68,16 +68,17 @@ class Batch:
     def advance(self, new: list[Sequence], attend: Callable[[], bool]) -> None:
         """Append at least one token to each sequence; return when one ends, or after a token when `attend()` is true.
 
-        `new` join; where the model's cache cannot be joined (`joinable`), only into an empty batch. Raises
-        FloatingPointError if the model gives no probabilities; the batch is then of no more use.
+        Something must grow already, or be `new`. New ones join; where the model's cache cannot be joined (`joinable`),
+        only when nothing grows. Raises FloatingPointError if the model gives no probabilities; the batch is then of no
+        more use.
         """
         self._drop_ended(at_once=bool(new))
         logits = [self._step()] if self._rows else []
         if new:
             logits.append(self._admit(sorted(new, key=lambda sequence: len(sequence.prompt))))
-        self._draw(torch.cat(logits))
-        while not (any(row.finish for row in self._rows) or attend()):
-            self._draw(self._step())
+        ended = self._draw(torch.cat(logits))
+        while not (ended or attend()):
+            ended = self._draw(self._step())
 
     def _drop_ended(self, at_once: bool) -> None:
         left = [i for i, row in enumerate(self._rows) if not row.finish]
@@ -112,11 +113,15 @@ class Batch:
         last = torch.tensor([[row.tokens[-1]] for row in self._rows])
         return self._block.forward(self._model, last, torch.ones_like(last))
 
-    def _draw(self, logits: torch.Tensor) -> None:
+    def _draw(self, logits: torch.Tensor) -> bool:
+        """Sample from logits [row, vocabulary] into all that grow; whether one has ended by that."""
         tokens, logprobs = _sample(logits, self._rows)
+        ended = False
         for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if not row.finish:
                 row.append(token, logprob)
+                ended = ended or bool(row.finish)
+        return ended
 
 
 class _Block:

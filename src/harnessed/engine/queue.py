@@ -1,10 +1,11 @@
 """Requests wait here until they join the batch that generates.
 
 `app.py` submits requests from the event loop, on which everything here runs; only the generation itself is in a worker
-thread. Requests join between two tokens of the others: measured with 16 callers that are busy elsewhere for 0.1 s
-between calls, this takes half of the time of one wave after the other. Nothing starts while the engine is paused or the
-weights are not readable. The version is read when the batch was empty and stamped on all tokens until it is empty
-again: writers pause first, so it cannot change in between. That it did not is checked before any answer is given.
+thread. Requests join between two tokens of the others: with 16 callers that are busy elsewhere for 0.1 s between calls,
+the median call took 50 to 80 ms and 10 ms of CPU, and with one wave after the other 120 ms and 14 ms. Nothing starts
+while the engine is paused or the weights are not readable. The version is read when the batch is empty and stamped on
+all tokens until it is empty again: writers pause first, so it cannot change in between. That it did not is checked
+before any answer is given.
 """
 
 import asyncio
@@ -87,9 +88,9 @@ class Queue:
         return self._version, ""
 
     async def generate(self, sequence: Sequence, gone: asyncio.Future[Any]) -> Version | None:
-        """Returns when the sequence has ended, with the version that sampled it; None if `gone` was done before it began.
+        """Returns when the sequence has ended, with the version that sampled it.
 
-        Raises Unavailable or Failed.
+        None: `gone` was done before it began, and it will not. Raises Unavailable or Failed.
         """
         request = _Request(sequence)
         self._waiting.append(request)

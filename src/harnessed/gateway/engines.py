@@ -74,7 +74,7 @@ class Engines:
             engine = self._of(run, rollout)
             try:
                 return await self._ask(engine, body)
-            except (aiohttp.ClientConnectionError, ConnectionError) as error:
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 wait = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
                 if time.monotonic() + wait > deadline:
                     raise EngineFailed(f"engine {engine.id} was not reached: {error}") from error

@@ -136,7 +136,7 @@ def load_transcripts(connection: Connection, group: str) -> list[Transcript]:
 def totals(connection: Connection, run: str) -> Totals:
     of_run = select(rollouts.c.id).where(rollouts.c.run == run)
     asked = select(calls.c.state, func.count()).where(calls.c.rollout.in_(of_run)).group_by(calls.c.state)
-    by_state: dict[str, int] = dict(connection.execute(asked).tuples().all())
+    by_state: dict[str, int] = {row[0]: row[1] for row in connection.execute(asked)}
     mine = nodes.c.rollout.in_(of_run)
     answers, sampled = connection.execute(
         select(func.count(), func.coalesce(func.sum(nodes.c.sampled), 0)).where(mine)

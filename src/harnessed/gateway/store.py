@@ -191,7 +191,8 @@ class Store:
         self._queue.put((work, None))
 
     async def read(self, work: Work[T]) -> T:
-        """Run a query on a connection of its own, in a thread; it sees everything that was committed."""
+        """Run a query on a connection of its own, in a thread; it sees every write that was queued before."""
+        await self.write(lambda connection: None)
 
         def query() -> T:
             with self._engine.connect() as connection:

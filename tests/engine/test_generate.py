@@ -1,0 +1,156 @@
+"""Sampling, in this process, against a plain forward pass of one sequence."""
+
+import random
+
+import pytest
+import torch
+from running_engine import VOCABULARY
+from transformers import MistralConfig, MistralForCausalLM
+
+from harnessed.engine.generate import Batch, Sequence, joinable
+
+
+def make(prompt, seed=0, max_tokens=12, temperature=1.0, stop=()):
+    return Sequence(prompt, max_tokens, temperature, seed, frozenset(stop))
+
+
+def prompts(count, seed=0, shortest=1, longest=30):
+    draw = random.Random(seed)
+    return [[draw.randrange(VOCABULARY) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
+
+
+def run(model, *joining):
+    """Each list of sequences joins two tokens after the one before; all grow to their end."""
+    batch = Batch(model)
+    everything = [sequence for new in joining for sequence in new]
+    for new in joining:
+        batch.advance(new, lambda: True)
+        if not all(sequence.finish for sequence in new):
+            batch.advance([], lambda: True)
+    while not all(sequence.finish for sequence in everything):
+        batch.advance([], lambda: False)
+    return everything
+
+
+@torch.inference_mode()
+def plain_logprobs(model, sequence):
+    """Of the sampled tokens, from one forward pass without padding or cache."""
+    ids = torch.tensor([sequence.prompt + sequence.tokens])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(sequence.prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / sequence.temperature, -1).gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
+
+
+def assert_plain(model, sequence):
+    torch.testing.assert_close(torch.tensor(sequence.logprobs), plain_logprobs(model, sequence), atol=1e-5, rtol=0)
+
+
+def test_logprobs_are_those_of_a_plain_forward_whatever_the_lengths(model):
+    for i, sequence in enumerate(run(model, [make(p, i, max_tokens=1 + i) for i, p in enumerate(prompts(20))])):
+        assert len(sequence.tokens) == 1 + i
+        assert_plain(model, sequence)
+
+
+def test_logprobs_are_those_of_the_tempered_distribution(model):
+    for sequence in run(model, [make(p, temperature=t) for p, t in zip(prompts(4), (0.3, 0.7, 1.3, 3), strict=True)]):
+        assert_plain(model, sequence)
+
+
+def test_sequences_that_join_and_leave_a_growing_batch_do_not_disturb_it(model):
+    lengths = random.Random(1)
+    waves = [[make(p, i, lengths.randint(3, 40)) for p in prompts(3, i, longest=60)] for i in range(8)]
+    for sequence in run(model, *waves):
+        assert_plain(model, sequence)
+
+
+def test_a_prompt_longer_than_a_prefill_part_changes_nothing(model):
+    sequences = run(model, [make(p) for p in [*prompts(3), *prompts(2, 1, 900, 1100)]])
+    for sequence in sequences:
+        assert_plain(model, sequence)
+
+
+def test_a_model_with_a_sliding_window_generates_as_in_a_plain_forward():
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=8,
+        initializer_range=0.3,
+    )
+    model = MistralForCausalLM(config).eval()
+    assert not joinable(model)
+    for i, sequence in enumerate(run(model, [make(p, i, 4 + 4 * i) for i, p in enumerate(prompts(6))])):
+        assert len(sequence.tokens) == 4 + 4 * i
+        assert_plain(model, sequence)
+
+
+def test_an_answer_is_the_same_alone_and_among_others(model):
+    mine = prompts(1, 7)[0]
+    [alone] = run(model, [make(mine, 5, 20)])
+    among = run(model, [make(p, i, 30) for i, p in enumerate(prompts(9))], [make(mine, 5, 20)], [make(mine, 6, 20)])
+    assert among[9].tokens == alone.tokens
+    assert among[9].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    assert among[10].tokens != alone.tokens, "another seed"
+
+
+def test_the_rollouts_of_a_group_share_a_prompt_and_not_an_answer(model):
+    group = run(model, [make(p, seed) for p in prompts(3) for seed in range(8)])
+    assert len({tuple(sequence.tokens) for sequence in group}) == 24
+    for sequence in group:
+        assert_plain(model, sequence)
+
+
+def test_greedy_takes_the_likeliest_token_with_logprob_0_beside_sampled_neighbours(model):
+    greedy, sampled = run(model, [make(p, temperature=t) for p, t in zip(prompts(2), (0, 1), strict=True)])
+    with torch.inference_mode():
+        ids = torch.tensor([greedy.prompt + greedy.tokens])
+        likeliest = model(input_ids=ids).logits[0, len(greedy.prompt) - 1 : -1].argmax(-1).tolist()
+    assert greedy.tokens == likeliest
+    assert greedy.logprobs == [0.0] * 12
+    assert_plain(model, sampled)
+
+
+def test_a_stop_token_ends_the_answer_and_belongs_to_it(model):
+    [free] = run(model, [make([1, 2, 3], max_tokens=12)])
+    stop = free.tokens[5]
+    [stopped] = run(model, [make([1, 2, 3], max_tokens=12, stop=[stop])])
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert (stopped.finish, free.finish) == ("stop", "length")
+
+
+def test_tokens_come_as_often_as_their_probability_says(model):
+    temperature, draws = 0.7, 4000
+    sequences = run(model, [make([3, 1, 4], seed, 1, temperature) for seed in range(draws)])
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[3, 1, 4]])).logits[0, -1]
+    expected = torch.softmax(logits / temperature, -1) * draws
+    found = torch.bincount(torch.tensor([sequence.tokens[0] for sequence in sequences]), minlength=VOCABULARY)
+    frequent = expected >= 5  # the rest is one class, as the test of Pearson asks
+    expected = torch.cat([expected[frequent], expected[~frequent].sum()[None]])
+    found = torch.cat([found[frequent], found[~frequent].sum()[None]])
+    statistic = ((found - expected) ** 2 / expected).sum().item()
+    freedom = len(expected) - 1
+    assert freedom > 5, "the model is too sure of itself for this test"
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5, f"chi-square {statistic:.1f} with {freedom} degrees"
+
+
+def test_weights_that_are_not_finite_are_an_error_and_no_token(model):
+    with torch.no_grad():
+        model.model.norm.weight[0] = float("nan")
+    with pytest.raises(FloatingPointError, match="weights hold infinite or undefined values"):
+        Batch(model).advance([make([1])], lambda: True)
+
+
+def test_a_batch_stops_for_each_end_and_for_whoever_asks(model):
+    short, long = make([1], max_tokens=3), make([2], max_tokens=30)
+    others = [make([3], max_tokens=50) for _ in range(6)]
+    batch = Batch(model)
+    batch.advance([short, long, *others], lambda: len(long.tokens) == 2)
+    assert len(short.tokens) == 2, "asked"
+    batch.advance([], lambda: False)
+    assert (short.finish, len(long.tokens)) == ("length", 3)
+    batch.advance([], lambda: False)
+    assert (long.finish, len(others[0].tokens)) == ("length", 30)

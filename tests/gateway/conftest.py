@@ -1,0 +1,86 @@
+"""A gateway on a real socket with a scripted engine behind it, for the tests of this folder."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+import uvicorn
+from policies import make_policy
+from scripted_engine import ScriptedEngine
+from texts import answer
+
+from harnessed.client import AsyncClient, claim, create_groups, create_run, get_transcripts, register_engine
+from harnessed.config import Gateway
+from harnessed.gateway.app import gateway
+from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.records import Assignment, EngineSpec, GroupSpec, Limits, RunSpec, Sampling
+
+
+class House:
+    """One gateway, its engine, and a run `r` with groups as the test makes them."""
+
+    def __init__(self, folder, engine: ScriptedEngine) -> None:
+        self.folder = folder
+        self.policy = make_policy(folder / "policy")
+        self.engine = engine
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.keys = Keyring.from_file(folder / "gateway.secret")
+        self.admin = AsyncClient(self.url, self.keys.sign(ADMIN))
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        application = await self._stack.enter_async_context(gateway(self.folder, Gateway(generation_limit_s=20)))
+        config = uvicorn.Config(application, lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None
+        server.capture_signals = contextlib.nullcontext
+        serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))
+
+        async def stop() -> None:
+            server.should_exit = True
+            await serving
+
+        self._stack.push_async_callback(stop)
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def restart(self) -> None:
+        """As after a kill: everything in memory is gone. The listening socket stays."""
+        await self.stop()
+        self._stack = contextlib.AsyncExitStack()
+        await self.start()
+
+    async def make_run(self, **limits) -> None:
+        await self.admin(create_run(RunSpec(id="r", policy=str(self.policy), limits=Limits(**limits))))
+        await self.admin(register_engine(EngineSpec(id="e", url=self.engine.url, run="r")))
+
+    async def attempts(self, n: int = 1, group: str = "g", **sampling) -> list[Assignment]:
+        """A new group of n rollouts, all claimed."""
+        spec = GroupSpec(id=group, run="r", task={"name": group}, n=n, sampling=Sampling(**sampling))
+        await self.admin(create_groups([spec]))
+        return await self.admin(claim("controller", n, 3))
+
+    def openai(self, key: str, **settings) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0} | settings)
+
+    async def nodes(self, group: str = "g", index: int = 0):
+        """Nodes of the last attempt of a rollout, as the trainer reads them."""
+        transcripts = await self.admin(get_transcripts(group))
+        return transcripts[index].attempts[-1].nodes
+
+
+@pytest.fixture
+async def house(tmp_path) -> AsyncIterator[House]:
+    with ScriptedEngine(lambda prompt, call: answer(f"answer {call}")) as engine:
+        house = House(tmp_path, engine)
+        await house.start()
+        await house.make_run(context=2000)
+        try:
+            yield house
+        finally:
+            await house.stop()

@@ -1,0 +1,418 @@
+"""Model calls through a real gateway: exact tokens, durable answers, retries, limits. The engine is scripted."""
+
+import asyncio
+import json
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from scripted_engine import Scripted
+from texts import answer, ids, text
+
+from harnessed.client import (
+    ApiError,
+    append_event,
+    claim,
+    end_attempt,
+    get_rollout,
+    get_totals,
+    get_transcripts,
+    post_reward,
+)
+from harnessed.gateway.keys import Key, Scope
+from harnessed.records import Ending, Event, Outcome, Reward, Version
+from harnessed.training.samples import build
+
+USER = {"role": "user", "content": "hello"}
+
+
+async def say(house, key, messages, **options):
+    return await house.openai(key).chat.completions.create(model="any-name", messages=messages, **options)
+
+
+def told(completion):
+    """The assistant message as a harness sends it back."""
+    return {"role": "assistant", "content": completion.choices[0].message.content}
+
+
+async def talk(house, key, turns: int):
+    """A linear conversation; returns the last request's messages."""
+    messages = [USER]
+    for turn in range(turns):
+        messages.append(told(await say(house, key, messages)))
+        messages.append({"role": "user", "content": f"turn {turn}"})
+    return messages[:-1]
+
+
+def arrays(node):
+    return np.frombuffer(node.segment, np.int32).tolist(), np.frombuffer(node.answer, np.int32).tolist()
+
+
+async def test_an_answer_carries_text_usage_and_the_name_that_was_asked_for(house):
+    (attempt,) = await house.attempts()
+    completion = await say(house, attempt.key, [USER], user="kept", extra_body={"foo": [1]})
+    assert completion.model == "any-name"
+    assert completion.choices[0].message.content == "answer 1"
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.usage.prompt_tokens == len(house.engine.log[0].prompt)
+    assert completion.usage.completion_tokens == len(answer("answer 1"))
+
+
+async def test_each_turn_continues_from_the_sampled_tokens(house):
+    """The engine's prompt is its earlier prompt, its own answer token for token, and the new segment."""
+    house.engine.script = lambda prompt, call: answer(f"  spaced  {call}\n")
+    (attempt,) = await house.attempts()
+    await talk(house, attempt.key, 3)
+    first, second, third = house.engine.log
+    between = "\n<|im_start|>user\nturn {}<|im_end|>\n<|im_start|>assistant\n"
+    assert second.prompt == first.prompt + first.answer + ids(between.format(0))
+    assert third.prompt == second.prompt + second.answer + ids(between.format(1))
+
+
+async def test_an_odd_tokenisation_survives_the_harness(house):
+    """A sampled text can be tokenised in several ways; what was sampled is continued, not what encoding would give."""
+    special = house.engine.log  # the byte tokenizer has one way; a token that decodes to nothing makes a second one
+    house.engine.script = lambda prompt, call: [ids("a")[0], ids("<|im_start|>")[0], ids("b")[0], *answer("")]
+    (attempt,) = await house.attempts()
+    await talk(house, attempt.key, 2)
+    assert special[1].prompt[len(special[0].prompt) :][:4] == special[0].answer
+
+
+async def test_a_linear_conversation_is_stored_as_a_chain_and_gives_one_row(house):
+    (attempt,) = await house.attempts()
+    await talk(house, attempt.key, 3)
+    nodes = await house.nodes()
+    assert [(node.number, node.parent, node.delivered) for node in nodes] == [(1, 0, True), (2, 1, True), (3, 2, True)]
+    context = []
+    for node, call in zip(nodes, house.engine.log, strict=True):
+        segment, sampled = arrays(node)
+        assert context + segment == call.prompt
+        assert sampled == call.answer
+        expected = np.float32(house.engine.logprobs(node.number, len(sampled)))
+        assert np.array_equal(np.frombuffer(node.logprobs, np.float32), expected)
+        context = call.prompt + call.answer
+    assert [message["content"] for message in nodes[1].messages] == ["turn 0"]
+
+
+@pytest.mark.parametrize(
+    "rewritten",
+    [
+        lambda m: m | {"content": [{"type": "text", "text": m["content"]}]},
+        lambda m: m | {"content": m["content"].strip()},
+        lambda m: m | {"reasoning_content": None, "refusal": None, "tool_calls": None},
+        lambda m: m | {"content": [{"type": "text", "text": m["content"], "cache_control": {"type": "ephemeral"}}]},
+    ],
+    ids=["blocks", "stripped", "nulls", "cache_control"],
+)
+async def test_an_answer_is_recognised_in_the_shapes_that_harnesses_give_it(house, rewritten):
+    house.engine.script = lambda prompt, call: answer("\n  text \n")
+    (attempt,) = await house.attempts()
+    first = await say(house, attempt.key, [USER])
+    await say(house, attempt.key, [USER, rewritten(told(first)), {"role": "user", "content": "go on"}])
+    assert house.engine.log[1].prompt[: len(house.engine.log[0].prompt) + len(house.engine.log[0].answer)] == (
+        house.engine.log[0].prompt + house.engine.log[0].answer
+    )
+    assert [node.parent for node in await house.nodes()] == [0, 1]
+
+
+async def test_a_changed_prompt_message_is_another_conversation(house):
+    (attempt,) = await house.attempts()
+    first = await say(house, attempt.key, [USER])
+    await say(house, attempt.key, [{"role": "user", "content": "hello "}, told(first), USER])
+    assert [node.parent for node in await house.nodes()] == [0, 0]
+    assert "hello <|im_end|>" in text(house.engine.log[1].prompt)
+
+
+async def test_a_dropped_answer_is_a_branch_and_every_delivered_token_is_trained_once(house):
+    """mini-swe-agent drops an answer that it cannot parse and sends a complaint instead."""
+    (attempt,) = await house.attempts()
+    first = await say(house, attempt.key, [USER])
+    await say(house, attempt.key, [USER, told(first), USER])
+    await say(house, attempt.key, [USER, told(first), USER, {"role": "user", "content": "no action found"}])
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    assert [node.parent for node in await house.nodes()] == [0, 1, 1]
+    (transcript,) = await house.admin(get_transcripts("g"))
+    sample = build(transcript)
+    assert len(sample.rows) == 2
+    assert sample.trained_tokens == house.engine.sampled_tokens
+    contexts = [call.prompt for call in house.engine.log]
+    for row in sample.rows:
+        for start in np.flatnonzero(np.diff(np.concatenate([[0], row.trained])) == 1):
+            assert row.tokens[:start].tolist() in contexts
+
+
+async def test_an_answer_that_was_cut_by_length_is_closed_in_the_next_segment(house):
+    house.engine.script = lambda prompt, call: Scripted(ids("cut off"), finish="length")
+    (attempt,) = await house.attempts()
+    first = await say(house, attempt.key, [USER])
+    assert first.choices[0].finish_reason == "length"
+    await say(house, attempt.key, [USER, told(first), USER])
+    before = house.engine.log[0].prompt + house.engine.log[0].answer
+    assert text(house.engine.log[1].prompt[len(before) :]).startswith("<|im_end|>\n<|im_start|>user\n")
+
+
+async def test_n_answers_are_n_siblings(house):
+    house.engine.script = lambda prompt, call: answer(f"choice {call}")
+    (attempt,) = await house.attempts()
+    completion = await say(house, attempt.key, [USER], n=3)
+    texts = [choice.message.content for choice in completion.choices]
+    assert sorted(texts) == ["choice 1", "choice 2", "choice 3"]
+    assert len({call.seed for call in house.engine.log}) == 3
+    await say(house, attempt.key, [USER, {"role": "assistant", "content": texts[1]}, USER])
+    nodes = await house.nodes()
+    assert [(node.number, node.parent) for node in nodes] == [(1, 0), (2, 0), (3, 0), (4, 2)]
+
+
+async def test_an_identical_request_is_a_second_sample(house):
+    (attempt,) = await house.attempts()
+    first, second = await asyncio.gather(say(house, attempt.key, [USER]), say(house, attempt.key, [USER]))
+    assert {told(first)["content"], told(second)["content"]} == {"answer 1", "answer 2"}
+
+
+async def test_a_client_that_left_gets_the_answer_that_was_made_for_it(house):
+    house.engine.script = lambda prompt, call: Scripted(answer(f"slow {call}"), delay_s=0.5)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APITimeoutError):
+        await house.openai(attempt.key, timeout=0.1).chat.completions.create(model="m", messages=[USER])
+    while_it_runs = await say(house, attempt.key, [USER])
+    assert told(while_it_runs)["content"] == "slow 1"
+    assert len(house.engine.log) == 1
+    assert [node.delivered for node in await house.nodes()] == [True]
+
+
+async def test_a_finished_answer_that_nobody_took_is_replayed(house):
+    house.engine.script = lambda prompt, call: Scripted(answer(f"slow {call}"), delay_s=0.3)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APITimeoutError):
+        await house.openai(attempt.key, timeout=0.1).chat.completions.create(model="m", messages=[USER])
+    await asyncio.sleep(0.6)
+    assert [node.delivered for node in await house.nodes()] == [False]
+    assert told(await say(house, attempt.key, [USER]))["content"] == "slow 1"
+    assert [node.delivered for node in await house.nodes()] == [True]
+    assert told(await say(house, attempt.key, [USER]))["content"] == "slow 2"
+
+
+async def test_the_transcript_goes_on_after_a_restart(house):
+    (attempt,) = await house.attempts()
+    messages = await talk(house, attempt.key, 2)
+    await house.restart()
+    await say(house, attempt.key, [*messages, USER])
+    nodes = await house.nodes()
+    assert [node.parent for node in nodes] == [0, 1, 2]
+    before = house.engine.log[1].prompt + house.engine.log[1].answer
+    assert house.engine.log[2].prompt[: len(before)] == before
+
+
+async def test_after_a_restart_an_answer_without_a_mark_is_replayed(house):
+    house.engine.script = lambda prompt, call: Scripted(answer(f"slow {call}"), delay_s=0.3)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APITimeoutError):
+        await house.openai(attempt.key, timeout=0.1).chat.completions.create(model="m", messages=[USER])
+    await asyncio.sleep(0.6)
+    await house.restart()
+    assert told(await say(house, attempt.key, [USER]))["content"] == "slow 1"
+    assert len(house.engine.log) == 1
+
+
+async def test_a_repeated_answer_was_delivered(house):
+    """The mark can be lost; a request that repeats the answer proves that it arrived."""
+    house.engine.script = lambda prompt, call: Scripted(answer(f"slow {call}"), delay_s=0.3 if call == 1 else 0)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APITimeoutError):
+        await house.openai(attempt.key, timeout=0.1).chat.completions.create(model="m", messages=[USER])
+    await asyncio.sleep(0.6)
+    await say(house, attempt.key, [USER, {"role": "assistant", "content": "slow 1"}, USER])
+    assert [node.delivered for node in await house.nodes()] == [True, True]
+
+
+async def test_versions_are_the_engines_stamp(house):
+    house.engine.version = Version(1, 7)
+    (attempt,) = await house.attempts()
+    await say(house, attempt.key, [USER])
+    (node,) = await house.nodes()
+    assert set(np.frombuffer(node.versions, np.int32).tolist()) == {Version(1, 7).pack()}
+
+
+async def test_the_run_decides_how_answers_are_sampled(house):
+    (attempt,) = await house.attempts(temperature=0.5, max_tokens=20)
+    await say(house, attempt.key, [USER], temperature=0.1, max_tokens=100)
+    await say(house, attempt.key, [USER], max_completion_tokens=3)
+    assert [(call.temperature, call.max_tokens) for call in house.engine.log] == [(0.5, 20), (0.5, 3)]
+
+
+async def test_the_same_group_seed_draws_the_same_numbers(house):
+    seeds = []
+    for group in ("g1", "g2"):
+        (attempt,) = await house.attempts(group=group)
+        await talk(house, attempt.key, 2)
+        seeds.append([call.seed for call in house.engine.log[-2:]])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 2
+
+
+async def test_a_context_too_long_is_refused_in_words_that_harnesses_know(house):
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await say(house, attempt.key, [{"role": "user", "content": "x" * 3000}])
+    assert refusal.value.code == "context_length_exceeded"
+    assert "maximum context length is 2000 tokens" in refusal.value.message
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.AGENT_EXIT, reason="exit status 1"), 3))
+    rollout = await house.admin(get_rollout(attempt.rollout))
+    assert rollout.outcome == Outcome.BUDGET
+    assert "context limit" in rollout.reason
+
+
+async def test_an_answer_fits_into_what_is_left_of_the_context(house):
+    (attempt,) = await house.attempts(max_tokens=1000)
+    await say(house, attempt.key, [{"role": "user", "content": "x" * 1900}])
+    (call,) = house.engine.log
+    assert len(call.prompt) + call.max_tokens == 2000
+
+
+async def test_calls_beyond_the_limit_are_refused_and_not_retried(house):
+    await house.make_run(calls=2)
+    (attempt,) = await house.attempts()
+    await talk(house, attempt.key, 2)
+    with pytest.raises(openai.PermissionDeniedError, match="2 calls"):
+        await house.openai(attempt.key, max_retries=3).chat.completions.create(model="m", messages=[USER])
+    assert len(house.engine.log) == 2
+    assert (await house.admin(get_totals("r"))).calls == 2
+
+
+async def test_an_engine_that_fails_is_not_the_agents_fault(house):
+    house.engine.script = lambda prompt, call: Scripted(status=500)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.InternalServerError, match="scripted failure"):
+        await say(house, attempt.key, [USER])
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.AGENT_EXIT, reason="exit status 1"), 1))
+    rollout = await house.admin(get_rollout(attempt.rollout))
+    assert rollout.outcome == Outcome.INFRASTRUCTURE
+    assert "scripted failure" in rollout.reason
+    totals = await house.admin(get_totals("r"))
+    assert (totals.calls, totals.answers, totals.lost) == (1, 0, 1)
+
+
+async def test_what_failed_and_was_overcome_does_not_decide_the_outcome(house):
+    house.engine.script = lambda prompt, call: Scripted(status=500) if call == 1 else answer("fine")
+    (attempt,) = await house.attempts()
+    completion = await house.openai(attempt.key, max_retries=2).chat.completions.create(model="m", messages=[USER])
+    assert told(completion)["content"] == "fine"
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.AGENT_EXIT, reason="exit status 1"), 1))
+    assert (await house.admin(get_rollout(attempt.rollout))).outcome == Outcome.AGENT_EXIT
+
+
+async def test_a_finished_attempt_is_refused_with_the_reason(house):
+    (attempt,) = await house.attempts()
+    await say(house, attempt.key, [USER])
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    with pytest.raises(openai.PermissionDeniedError, match="has ended"):
+        await house.openai(attempt.key, max_retries=3).chat.completions.create(model="m", messages=[USER])
+    assert len(await house.nodes()) == 1
+
+
+async def test_an_ending_waits_for_what_is_still_being_generated(house):
+    """The agent was killed in the middle of a call: its tokens were sampled, so the books must hold them."""
+    house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=0.4)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APITimeoutError):
+        await house.openai(attempt.key, timeout=0.1).chat.completions.create(model="m", messages=[USER])
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.AGENT_TIMEOUT, reward=0.0), 3))
+    totals = await house.admin(get_totals("r"))
+    assert totals.sampled_tokens == house.engine.sampled_tokens == len(answer("late"))
+    assert totals.undelivered == 1
+
+
+async def test_a_superseded_attempt_cannot_add_to_the_transcript(house):
+    (old,) = await house.attempts()
+    await say(house, old.key, [USER])
+    await house.admin(end_attempt(old.rollout, 1, Ending(outcome=Outcome.INFRASTRUCTURE, reason="lost"), 3))
+    (new,) = await house.admin(claim("controller", 1, 3))
+    assert (new.rollout, new.attempt) == (old.rollout, 2)
+    with pytest.raises(openai.PermissionDeniedError):
+        await say(house, old.key, [USER])
+    await say(house, new.key, [USER])
+    (transcript,) = await house.admin(get_transcripts("g"))
+    assert [len(attempt.nodes) for attempt in transcript.attempts] == [1, 1]
+
+
+async def test_the_agents_key_gives_no_reward_and_reads_nothing(house):
+    first, second = await house.attempts(2)
+    agent = type(house.admin)(house.url, first.key)
+    evaluator = type(house.admin)(house.url, first.evaluator_key)
+    refused = [
+        (agent, post_reward(first.rollout, Reward(reward=1.0))),
+        (agent, get_rollout(first.rollout)),
+        (agent, get_totals("r")),
+        (agent, end_attempt(first.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3)),
+        (agent, append_event(Event(rollout=second.rollout, attempt=1, type="x"))),
+        (evaluator, post_reward(second.rollout, Reward(reward=1.0))),
+        (evaluator, get_rollout(first.rollout)),
+    ]
+    for client, call in refused:
+        with pytest.raises(ApiError) as error:
+            await client(call)
+        assert error.value.status == 403
+    await agent(append_event(Event(rollout=first.rollout, attempt=1, type="note", data={"a": 1})))
+    rollout = await evaluator(post_reward(first.rollout, Reward(reward=0.5, parts={"tests": 0.5})))
+    assert rollout.reward == 0.5
+    with pytest.raises(openai.PermissionDeniedError):
+        await say(house, first.evaluator_key, [USER])
+
+
+async def test_wrong_keys_are_refused(house):
+    (attempt,) = await house.attempts()
+    for key in ("nonsense", attempt.key[:-1] + "x", house.keys.sign(Key(Scope.ATTEMPT, "no.such", 1))):
+        with pytest.raises((openai.AuthenticationError, openai.PermissionDeniedError)):
+            await say(house, key, [USER])
+
+
+async def test_a_key_in_the_path_or_in_another_header_serves_as_well(house):
+    (attempt,) = await house.attempts()
+    async with httpx.AsyncClient() as http:
+        body = {"messages": [USER]}
+        in_path = await http.post(f"{house.url}/a/{attempt.key}/v1/chat/completions", json=body)
+        in_header = await http.post(f"{house.url}/v1/chat/completions", json=body, headers={"x-api-key": attempt.key})
+    assert (in_path.status_code, in_header.status_code) == (200, 200)
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "JSON object"),
+        (b"{}", "at least one message"),
+        (b'{"messages": "hi"}', "list of objects"),
+        (b'{"messages": [{"content": "x"}]}', "role"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stream": true}', "stream"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["a"]}', "stop"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "`n`"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "max_tokens"),
+    ],
+)
+async def test_bad_requests_get_an_error_that_says_what_is_wrong(house, body, complaint):
+    (attempt,) = await house.attempts()
+    async with httpx.AsyncClient() as http:
+        response = await http.post(
+            f"{house.url}/v1/chat/completions", content=body, headers={"authorization": f"Bearer {attempt.key}"}
+        )
+    assert response.status_code == 400
+    assert complaint in json.loads(response.content)["error"]["message"]
+    assert house.engine.log == []
+
+
+async def test_many_attempts_at_once_do_not_mix(house):
+    house.engine.script = lambda prompt, call: Scripted(answer(text(prompt)[:60]), delay_s=0.01 * (call % 3))
+    attempts = await house.attempts(12)
+
+    async def converse(number, attempt):
+        messages = [{"role": "user", "content": f"marker-{number:02d}"}]
+        for _ in range(4):
+            reply = told(await say(house, attempt.key, messages))
+            assert f"marker-{number:02d}" in reply["content"]
+            messages += [reply, USER]
+
+    await asyncio.gather(*(converse(number, attempt) for number, attempt in enumerate(attempts)))
+    totals = await house.admin(get_totals("r"))
+    assert totals.sampled_tokens == house.engine.sampled_tokens
+    assert (totals.calls, totals.answers, totals.lost, totals.undelivered) == (48, 48, 0, 0)

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pytest
+from policies import TEMPLATE, make_policy, make_tokenizer
+
+from harnessed.config import ConfigError
+from harnessed.gateway.template import ChatTemplate, TemplateError
+
+TOKENIZER = make_tokenizer()
+STOP = TOKENIZER.token_to_id("<|im_end|>")
+USER = {"role": "user", "content": "hi"}
+
+
+def text(ids):
+    return TOKENIZER.decode(ids, skip_special_tokens=False)
+
+
+def test_the_first_segment_is_the_whole_rendering(tmp_path):
+    template = ChatTemplate(make_policy(tmp_path))
+    segment = template.first_segment([{"role": "system", "content": "S"}, USER], [])
+    assert text(segment) == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert template.stop_ids == [STOP]
+
+
+def test_a_later_segment_starts_right_after_the_sampled_stop(tmp_path):
+    template = ChatTemplate(make_policy(tmp_path))
+    segment = template.next_segment([USER], [], stopped=True)
+    assert text(segment) == "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_answer_that_was_cut_gets_the_stop_from_the_template(tmp_path):
+    template = ChatTemplate(make_policy(tmp_path))
+    segment = template.next_segment([USER], [], stopped=False)
+    assert text(segment) == "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_character_that_was_cut_in_two_is_not_delivered_by_half(tmp_path):
+    template = ChatTemplate(make_policy(tmp_path))
+    ids = TOKENIZER.encode("aé", add_special_tokens=False).ids
+    assert template.text(ids[:-1], stopped=False) == "a"
+    assert template.text([*ids, STOP], stopped=True) == "aé"
+
+
+def test_a_template_that_refuses_says_so(tmp_path):
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}" + TEMPLATE
+    template = ChatTemplate(make_policy(tmp_path, refusing))
+    with pytest.raises(TemplateError, match="user first"):
+        template.first_segment([{"role": "system", "content": "S"}], [])
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_folder_that_lacks_something_is_a_configuration_error(tmp_path, missing):
+    folder = make_policy(tmp_path / "policy")
+    (folder / missing).unlink()
+    if missing == "generation_config.json":  # the tokenizer's eos_token serves as well
+        assert ChatTemplate(folder).stop_ids == [STOP]
+    else:
+        with pytest.raises(ConfigError, match=str(folder)):
+            ChatTemplate(folder)
+
+
+def test_a_missing_folder_is_named():
+    with pytest.raises(ConfigError, match="/nowhere"):
+        ChatTemplate(Path("/nowhere"))

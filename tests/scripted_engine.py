@@ -1,0 +1,188 @@
+"""A fake engine for tests: a real HTTP server that speaks the protocol of `harnessed.engine.app`, its answers scripted.
+
+    with ScriptedEngine(lambda prompt, call: [72, 105, STOP]) as engine:
+        ...  # engine.url, engine.log, engine.sampled_tokens, engine.version
+
+It runs in a thread of its own, so that it serves sync and async tests alike. A script gives token ids, or a `Scripted`
+for whatever an engine may also do: end by length, be slow, refuse, hang up.
+"""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from harnessed.records import Version
+
+START_LIMIT_S = 10
+
+
+@dataclass
+class Scripted:
+    """One answer."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str = "stop"
+    delay_s: float = 0
+    """Before the answer."""
+    status: int = 200
+    """Otherwise an error of this status, with nothing sampled."""
+    hang_up: bool = False
+    """Sample, count, and close the connection in place of an answer."""
+
+
+Script = Callable[[list[int], int], list[int] | Scripted]
+"""(prompt ids, number of the call from 1 in the order of arrival) -> the answer, stop token included."""
+
+
+@dataclass
+class Logged:
+    """One call as it came, and what was answered."""
+
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: list[int]
+    answer: list[int] = field(default_factory=list)
+    finish: str = ""
+    """Empty until it is answered."""
+
+
+class ScriptedEngine:
+    """The server; attributes may be read and changed while it runs."""
+
+    def __init__(self, script: Script, version: Version = Version(0, 0), context: int = 32_768) -> None:  # noqa: B008
+        self.script = script
+        self.version = version
+        """Stamped on the tokens of answers that begin from now on."""
+        self.context = context
+        self.log: list[Logged] = []
+        """Every call, in the order of arrival."""
+        self.sampled_tokens = 0
+        self.running = 0
+        self.waiting = 0
+        self.paused = False
+        self.url = ""
+        self._server: uvicorn.Server | None = None
+
+    def __enter__(self) -> Self:
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        routes = [
+            Route("/generate", self._generate, methods=["POST"]),
+            Route("/health", self._health),
+            Route("/pause", self._pause, methods=["POST"]),
+            Route("/resume", self._resume, methods=["POST"]),
+        ]
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_level="error", access_log=False, timeout_graceful_shutdown=0
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="scripted engine")
+        self._thread.start()
+        for _ in range(START_LIMIT_S * 200):
+            if self._server.started:
+                return self
+            self._thread.join(0.005)
+        raise TimeoutError(f"the scripted engine did not start within {START_LIMIT_S} s")
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, as if its machine died; open requests are cut off."""
+        assert self._server is not None
+        self._server.should_exit = True
+        self._thread.join()
+
+    @staticmethod
+    def logprobs(call: int, count: int) -> list[float]:
+        """What the answer to a call carries: distinct over all tokens of a test, and exact in float32."""
+        return [-(call * 1024 + i + 1) / 2**20 for i in range(count)]
+
+    async def _generate(self, request: Request) -> Response:
+        call = Logged(**await request.json())
+        self.log.append(call)
+        number = len(self.log)
+        if len(call.prompt) + call.max_tokens > self.context:
+            return _error(400, "context", f"the model's context is {self.context} tokens")
+        await self._until(lambda: not self.paused)
+        self.running += 1
+        try:
+            return await self._answer(call, number)
+        finally:
+            self.running -= 1
+
+    async def _answer(self, call: Logged, number: int) -> Response:
+        version = self.version
+        scripted = self.script(call.prompt, number)
+        answer = scripted if isinstance(scripted, Scripted) else Scripted(scripted)
+        await asyncio.sleep(answer.delay_s)
+        if answer.status != 200:
+            return _error(answer.status, "scripted", "scripted failure")
+        call.answer = answer.tokens[: call.max_tokens]
+        call.finish = answer.finish if len(call.answer) == len(answer.tokens) else "length"
+        self.sampled_tokens += len(call.answer)
+        if answer.hang_up:
+            return _HangUp()
+        body = {
+            "tokens": call.answer,
+            "logprobs": self.logprobs(number, len(call.answer)),
+            "versions": [version.pack()] * len(call.answer),
+            "finish": call.finish,
+        }
+        return JSONResponse(body)
+
+    async def _health(self, _: Request) -> Response:
+        body = {
+            "status": "ok",
+            "reason": "",
+            "model": "scripted",
+            "version": self.version.pack(),
+            "sampled_tokens": self.sampled_tokens,
+            "running": self.running,
+            "waiting": self.waiting,
+            "paused": self.paused,
+            "context": self.context,
+        }
+        return JSONResponse(body)
+
+    async def _pause(self, _: Request) -> Response:
+        self.paused = True
+        await self._until(lambda: self.running == 0)
+        return JSONResponse({})
+
+    async def _resume(self, _: Request) -> Response:
+        self.paused = False
+        return JSONResponse({})
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        self.waiting += 1
+        # Polled, since tests change `paused` from other threads.
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        self.waiting -= 1
+
+
+class _HangUp(Response):
+    """Promises a body and closes the connection without it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Any = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1000")]}
+        await send(start)
+        # uvicorn closes the connection of an application that stops before its body is complete.
+
+
+def _error(status: int, code: str, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "code": code}}, status)

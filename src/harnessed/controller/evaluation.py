@@ -1,10 +1,12 @@
 """The evaluator: judges what an attempt left, in a process of its own, on a copy of the attempt's folder.
 
 Called by local.py when no process of the agent lives any more. The evaluator's module is imported once, by a warm
-template. The copy is made anew for every try, for an evaluator may change it, and is removed afterwards.
+template. The copy is made anew for every try, for an evaluator may change it, and is removed afterwards; what a
+broken evaluator printed last stays in the attempt's folder as evaluation.txt.
 """
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from harnessed.config import Evaluator
@@ -38,16 +40,19 @@ class Evaluation:
         """The reward and its parts, as `{"reward": ..., part: ...}`. Raises EvaluatorBroken."""
         reason = ""
         place = folder.path.with_name(folder.path.name + ".evaluation")
-        for number in range(self._settings.tries):
-            try:
-                return await self._try(task, folder, place, number)
-            except (_NoVerdict, TemplateError) as error:
-                reason = str(error)
-            except OSError as error:
-                reason = f"the attempt's folder could not be copied: {error}"
-            finally:
-                await in_thread(folders.remove, place)
-        raise EvaluatorBroken(f"evaluator: {reason}")
+        try:
+            for number in range(self._settings.tries):
+                try:
+                    return await self._try(task, folder, place, number)
+                except (_NoVerdict, TemplateError) as error:
+                    reason = str(error)
+                except OSError as error:
+                    reason = f"the attempt's folder could not be copied: {error}"
+            with suppress(OSError):  # there is none
+                (place / "log.txt").replace(folder.path / "evaluation.txt")
+            raise EvaluatorBroken(f"evaluator: {reason}")
+        finally:
+            await in_thread(folders.remove, place)
 
     async def _try(self, task: Task, folder: AttemptFolder, place: Path, number: int) -> dict[str, float]:
         copy = place / "copy"

@@ -1,6 +1,6 @@
 """The reconciling loop: observe what the gateway says is ours and what the runner has, compare, act.
 
-`run_controller` is called by the command line, in a process of its own or beside nothing that waits for children.
+`run_controller` is called by the command line, in the main thread (it handles SIGTERM and SIGINT).
 The loop is level-based: it never relies on having seen a change, only on the last answers, so that a lost answer, a
 gateway that was away and an attempt that was superseded are all the same case. Claiming is one long-poll, so a queued
 rollout starts when a slot is free, not when a timer fires.

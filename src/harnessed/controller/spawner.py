@@ -6,7 +6,6 @@ Used by local.py, once for the harness and once for the evaluator (evaluation.py
 import asyncio
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -73,10 +72,9 @@ class Spawner:
             await self._reading
 
     async def _start(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        (self._folder / "home").mkdir(parents=True)
+        (self._folder / "home").mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
-        with theirs, (self._folder / "log.txt").open("wb") as log:
+        with theirs, (self._folder / "log.txt").open("ab") as log:
             command = [sys.executable, "-P", "-m", "harnessed.controller.warm", str(theirs.fileno()), str(os.getpid())]
             process = await asyncio.create_subprocess_exec(
                 *command,

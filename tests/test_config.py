@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harnessed.config import ConfigError, load
+
+MINIMAL = {
+    "policy": {"model": "model"},
+    "tasks": {"train": "tasks:train", "held_out": "tasks.jsonl"},
+    "harness": {"kind": "python", "function": "agent:run"},
+    "evaluator": {"function": "tasks:reward"},
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+def test_paths_are_relative_to_the_file_and_those_of_overrides_to_the_shell(path, monkeypatch):
+    elsewhere = path.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load(path).policy.model == path.parent / "model"
+    assert load(path, ["policy.model=mine", "run.folder=out"]).policy.model == elsewhere / "mine"
+    assert load(path, ["run.folder=out"]).run.folder == elsewhere / "out"
+
+
+def test_overrides_are_typed_yaml(path):
+    config = load(path, ["trainer.steps=5", "trainer.optimiser.learning_rate=0.5", "tasks.hidden=[a, b]"])
+    assert (config.trainer.steps, config.trainer.optimiser.learning_rate, config.tasks.hidden) == (5, 0.5, ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("trainer.stpes=5", "unknown setting trainer.stpes; did you mean trainer.steps?"),
+        ("trainer.optimizer.learning_rate=1", "unknown setting trainer.optimizer; did you mean trainer.optimiser?"),
+        ("trainer.optimiser.learning_rat=1", "did you mean trainer.optimiser.learning_rate?"),
+        ("trianer.steps=5", "unknown setting trianer; did you mean trainer?"),
+        ("gateway.zzz=1", "unknown setting gateway.zzz; known here: url, host"),
+        ("trainer.steps=many", "trainer.steps: "),
+        ("trainer.steps=0", "trainer.steps: "),
+        ("gateway.port=70000", "gateway.port: "),
+        ("harness.kind=codex", "harness.kind: "),
+        ("harness.kind=command", "harness.command"),
+        ("evaluator.command=[x]", "evaluator.function or evaluator.command"),
+        ("evaluator.function=nonsense", "module:function"),
+        ("run.name=a b", "run.name: "),
+        ("trainer.steps", "section.setting=value"),
+        ("trainer.steps.more=1", "trainer.steps"),
+        ("trainer=5", "trainer: "),
+        ("trainer.steps=[", "YAML"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_line(path, override, complaint):
+    with pytest.raises(ConfigError) as error:
+        load(path, [override])
+    assert complaint in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "mapping"),
+        ("- a", "mapping"),
+        ("a: [", "not YAML"),
+        ("policy: {model: x}", "the setting tasks is missing"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path, text, complaint):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint) as error:
+        load(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_file():
+    with pytest.raises(ConfigError, match=r"/nowhere\.yaml"):
+        load(Path("/nowhere.yaml"))

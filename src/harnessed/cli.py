@@ -155,7 +155,7 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
     if config.gateway.url is None:
         raise ConfigError("gateway.url is missing: name the gateway that this controller works for")
 
-    url, folder = config.gateway.url, _service_folder(config, arguments)
+    url, folder = config.gateway.url, _service_folder(config, arguments) / "attempts"
 
     async def run() -> None:
         async with AsyncClient(url, admin_key()) as client:

@@ -22,8 +22,8 @@ def make_config(**sections: Any) -> Config:
         "policy": {"model": "model"},
         "tasks": {"train": "t.jsonl", "held_out": "t.jsonl", "hidden": ["secret"]},
         "harness": {"kind": "python", "function": "sample_agents:act"},
-        "evaluator": {"function": "sample_agents:judge", "time_limit_s": 1},
-        "controller": {"time_limit_s": 2, "file_size_mb": 2, "keep_folders": "all"},
+        "evaluator": {"function": "sample_agents:judge", "time_limit_s": 2},
+        "controller": {"time_limit_s": 3, "file_size_mb": 2, "keep_folders": "all"},
     }
     for name, section in sections.items():
         tree[name] = section if name in ("harness", "evaluator") else tree.get(name, {}) | section

@@ -70,7 +70,7 @@ def test_attempts_draw_different_random_numbers(local: Running) -> None:
         ("leave", "agent_exit", "exit status 7"),
         ("garbage", "agent_exit", "ended by SIGSEGV"),
         ("unserialisable", "agent_exit", "exit status 1: TypeError: Object of type object is not JSON serializable"),
-        ("hang", "agent_timeout", "ran longer than 2 s: hanging"),
+        ("hang", "agent_timeout", "ran longer than 3 s: hanging"),
         ("fill_log", "agent_exit", "exit status 1"),
     ],
 )

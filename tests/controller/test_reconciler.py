@@ -181,11 +181,10 @@ def test_a_killed_controller_leaves_no_process(scripted: ScriptedGateway, tmp_pa
 def test_a_killed_template_is_infrastructure_and_the_next_attempt_works(
     scripted: ScriptedGateway, tmp_path, victim: str
 ) -> None:
-    with controller(scripted, tmp_path) as process:
+    with controller(scripted, tmp_path):
         name = scripted.add("g.0", {"do": "daemons", "mark": "41006", "then": 60})
         wait_for(lambda: len(processes_with("41006")) == 3)
-        child = int(next(iter(Path(f"/proc/{pid}/stat").read_text().split()[0] for pid in attempt_of(tmp_path))))
-        template = parent(child)
+        template = parent(first_process(tmp_path))
         os.kill(template if victim == "template" else parent(template), signal.SIGKILL)
         end = scripted.end(name)
         assert end["outcome"] == "infrastructure"
@@ -195,19 +194,13 @@ def test_a_killed_template_is_infrastructure_and_the_next_attempt_works(
         assert again["outcome"] == "ok"
 
 
-def attempt_of(root: Path) -> list[int]:
-    """First processes of the attempts below this folder: those that work in a workspace and lead a session."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            leads = folder.joinpath("stat").read_text().rpartition(")")[2].split()[3] == folder.name
-            if leads and str(folder.joinpath("cwd").readlink()).startswith(str(root)):
-                python = "warm" in folder.joinpath("cmdline").read_text()
-                if python and folder.joinpath("cwd").readlink().name == "workspace":
-                    found.append(int(folder.name))
-        except OSError:
-            pass
-    return found
+def first_process(root: Path) -> int:
+    """Of the attempt below this folder: the fork of a template that works in a workspace."""
+    for pid in processes_with("harnessed.controller.warm"):
+        cwd = Path(f"/proc/{pid}/cwd").readlink()
+        if cwd.is_relative_to(root) and cwd.name == "workspace":
+            return pid
+    raise AssertionError("no attempt runs")
 
 
 def test_a_harness_that_cannot_be_imported_ends_the_controller_with_the_reason(scripted, tmp_path) -> None:

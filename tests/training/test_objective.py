@@ -68,7 +68,7 @@ def test_each_rollout_weighs_the_same_however_many_rows_and_tokens_it_has():
     for budget in (1, 8, 1000):
         batches = micro_batches(samples, [1.0, -1.0, 0.0], budget)
         assert sum(batch.trained_tokens for batch in batches) == 11
-        by_advantage = {a: 0.0 for a in (1.0, -1.0)}
+        by_advantage = dict.fromkeys((1.0, -1.0), 0.0)
         for batch in batches:
             for a in by_advantage:
                 by_advantage[a] += float(batch.weights[batch.advantages == a].sum())

@@ -115,13 +115,13 @@ class Spawner:
                 exit_ = Exit(**json.loads(line))
                 if (ended := self._exits.get(exit_.id)) and not ended.done():
                     ended.set_result(exit_)
-        self._writer = None
         writer.close()
         try:
             async with asyncio.timeout(KILL_LIMIT_S):
                 await process.wait()
         except TimeoutError:
             process.kill()
+        self._writer = None
         for ended in self._exits.values():
             if not ended.done():
                 ended.set_exception(TemplateError("the warm template died"))

@@ -31,6 +31,14 @@ def _beside_the_configuration(path: Path, info: ValidationInfo) -> Path:
 ConfigPath = Annotated[Path, AfterValidator(_beside_the_configuration)]
 """A path that is relative to the configuration file's folder."""
 
+def _fill_here(command: list[str], info: ValidationInfo) -> list[str]:
+    base: Path = (info.context or {}).get("base", Path.cwd())
+    return [word.replace("{here}", str(base)) for word in command]
+
+
+Command = Annotated[list[str], AfterValidator(_fill_here)]
+"""A program and its arguments; `{here}` is the configuration file's folder."""
+
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """`module:function`; the module may lie beside the configuration file."""
 
@@ -64,8 +72,9 @@ class Harness(Settings):
     kind: Literal["mini-swe-agent", "python", "command"]
     function: FunctionName | None = None
     """kind `python`: called with the task in a process of its own. What it returns is kept as result.json."""
-    command: list[str] | None = None
-    """kind `command`: program and arguments; `{prompt}`, `{task}` (a JSON file) and `{folder}` are filled in."""
+    command: Command | None = None
+    """kind `command`: program and arguments; `{prompt}`, `{task}` (a JSON file), `{folder}` (the attempt's) and `{here}`
+    (the configuration's) are filled in."""
     config: ConfigPath | None = None
     """kind `mini-swe-agent`: the harness's own YAML."""
     environment: dict[str, str] = {}
@@ -88,8 +97,9 @@ class Evaluator(Settings):
 
     function: FunctionName | None = None
     """Called with (task, folder): the whole task, and a copy of the attempt's folder."""
-    command: list[str] | None = None
-    """Run in the copy; `{task}` is the whole task as a JSON file. The last line of its output is the JSON result."""
+    command: Command | None = None
+    """Run in the copy; `{task}` is the whole task as a JSON file, `{here}` the configuration's folder. The last line of
+    its output is the JSON result."""
     time_limit_s: float = Field(60, gt=0)
     tries: int = Field(2, ge=1)
     """How often a broken evaluator is run on the same result before the rollout leaves its group."""

@@ -178,6 +178,8 @@ class Api:
         deadline = time.monotonic() + min(wanted.wait_s, LONGEST_WAIT_S)
         while True:
             changed = self._store.next_change()
+            if await request.is_disconnected():  # nobody would run what is claimed
+                return _answer([])
             claimed = await self._store.write(
                 lambda connection: lifecycle.claim(connection, wanted.owner, wanted.most, wanted.attempts, time.time())
             )

@@ -10,7 +10,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test check format install
+.PHONY: demo test check format docs install
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -29,6 +29,9 @@ check: $(INSTALLED)
 format: $(INSTALLED)
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
+
+docs: $(INSTALLED)
+	@$(VENV)/bin/python docs/make_configuration.py
 
 install: $(INSTALLED)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from tasks import FILES, Task
+from tasks import Task
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo "
 STOP = "<|im_end|>"
@@ -24,6 +24,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+# Shares of the demonstrator's habits: the right way, and giving up after it has looked; else it looks in one file only.
+GOOD = 0.20
+GIVES_UP = 0.40
+# Share of episodes that begin after an answer that mini-swe-agent refused.
+SLIPS = 0.05
 
 Message = dict[str, str]
 
@@ -48,8 +54,6 @@ class Text:
         self._format_error = environment.from_string(mini["model"]["format_error_template"])
         self._chat = environment.from_string(CHAT_TEMPLATE)
         self.action_regex: str = mini["model"]["action_regex"]
-        self.step_limit: int = mini["agent"]["step_limit"]
-        self.max_tokens: int = mini["model"]["model_kwargs"]["max_tokens"]
 
     def opening(self, prompt: str) -> list[Message]:
         """The two messages that mini-swe-agent begins with."""
@@ -80,8 +84,11 @@ class Text:
 
 def demonstrate(task: Task, text: Text, rng: random.Random) -> list[Turn]:
     """One episode of the poor demonstrator."""
+    messages = text.opening(task["prompt"])
+    if rng.random() < SLIPS:
+        messages.append(text.format_error())
     turns: list[Turn] = []
-    segment = text.chat(text.opening(task["prompt"]))
+    segment = text.chat(messages)
     commands = _demonstrator(task, rng)
     command = next(commands)
     while True:
@@ -97,9 +104,9 @@ def demonstrate(task: Task, text: Text, rng: random.Random) -> list[Turn]:
 
 
 def _demonstrator(task: Task, rng: random.Random) -> Generator[str, str, None]:
-    """Commands of one episode; is sent each one's output. It can look and copy, but seldom chooses well.
+    """Commands of one episode; is sent each one's output.
 
-    Whatever it copies it copies exactly: the policy learns to copy here and to choose by reinforcement learning.
+    It copies exactly and chooses badly: the policy is to learn to copy here, and to choose by reinforcement learning.
     """
     key = task["prompt"].rstrip("?").split()[-1]
     luck = rng.random()
@@ -113,11 +120,6 @@ def _demonstrator(task: Task, rng: random.Random) -> Generator[str, str, None]:
         listed = yield "ls"
         shown = yield f"cat {listed.split()[0]}"
         yield SUBMIT + shown.strip().rpartition("=")[2]
-
-
-# Shares of the demonstrator's habits: the right way, giving up after looking; the rest guesses in a random file.
-GOOD = 0.22
-GIVES_UP = 0.40
 
 
 def imitate_shell(files: dict[str, str], command: str) -> str:

@@ -50,8 +50,10 @@ def main() -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         build(unfinished, options.seed)
-        # mkdtemp makes the folder private; the model is for whoever may read the parent.
+        # The folder and the weights are made private; the model is for whoever may read the parent.
         unfinished.chmod(0o755)
+        for file in unfinished.iterdir():
+            file.chmod(0o644)
         os.rename(unfinished, out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -118,6 +120,7 @@ def fixed_parts(text: Text) -> list[str]:
         text.chat(text.opening(tasks.QUESTION.format(key=marker))),
         answer,
         text.after(answer, [text.observation(marker, 0)]),
+        text.after(answer, [text.format_error()]),
     ]
     pieces = {piece for part in conversation for whole in part.split(STOP) for piece in whole.split(marker)}
     # A single character is a token anyway.

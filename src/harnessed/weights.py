@@ -70,17 +70,18 @@ class State:
 
 def read_state(folder: Path) -> State | None:
     """The state of the weights in a folder; None: they were never complete, and nobody may map them yet."""
+    path = folder / "state.json"
     try:
-        found = json.loads((folder / "state.json").read_bytes())
+        found = json.loads(path.read_bytes())
         writing = found["writing"] and Writer(**found["writing"])
         return State(Version(*found["version"]), writing)
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
         # Never left by a killed process, since the file is replaced in one step.
-        raise WeightsError(
-            f"{folder / 'state.json'} is damaged: remove {folder} and create the weights anew"
-        ) from error
+        raise WeightsError(f"{path} is damaged: remove {folder} and create the weights anew") from error
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}: {error.strerror}") from error
 
 
 class SharedWeights:

@@ -19,13 +19,12 @@ VOCABULARY = 40
 CONTEXT = 2048
 
 PROGRAM = """
-import json, socket, sys
+import socket, sys
 from pathlib import Path
 from harnessed.config import EngineSettings
 from harnessed.engine.serve import serve
-fd, model, weights, settings = sys.argv[1:]
-settings = EngineSettings(**json.loads(settings))
-serve(socket.socket(fileno=int(fd)), Path(model), Path(weights) if weights else None, settings)
+fd, model, weights = sys.argv[1:]
+serve(socket.socket(fileno=int(fd)), Path(model), Path(weights) if weights else None, EngineSettings())
 """
 
 
@@ -78,10 +77,10 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(model: Path, weights: Path | None = None, settings: str = "{}") -> Iterator[RunningEngine]:
+def running_engine(model: Path, weights: Path | None = None) -> Iterator[RunningEngine]:
     """Started at once; the first request waits until it is ready."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=512)
-    command = [sys.executable, "-c", PROGRAM, str(listening.fileno()), str(model), str(weights or ""), settings]
+    command = [sys.executable, "-c", PROGRAM, str(listening.fileno()), str(model), str(weights or "")]
     process = subprocess.Popen(command, pass_fds=[listening.fileno()], env=environment())
     url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     listening.close()

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from running_engine import CONTEXT, VOCABULARY, environment, running_engine
+from running_engine import CONTEXT, VOCABULARY, RunningEngine, environment, running_engine
+from scripted_engine import Scripted, ScriptedEngine
 
 from harnessed.config import EngineSettings
 from harnessed.engine.generate import Batch, Sequence
@@ -122,6 +123,35 @@ def test_what_cannot_be_generated_is_refused_with_the_reason(engine, changes, co
 def test_a_body_that_is_no_json_and_a_wrong_route_are_refused(engine):
     assert "the body: Invalid JSON" in engine.http.post("/generate", content=b"{").json()["error"]["message"]
     assert engine.http.get("/v1/models").json()["error"]["message"] == "GET /v1/models: Not Found"
+
+
+def test_the_scripted_engine_of_other_tests_speaks_the_same_protocol(engine):
+    def script(prompt, call):
+        return {1: [5, 6, 7], 2: Scripted([5] * 20), 3: Scripted(status=503), 4: Scripted([1], hang_up=True)}[call]
+
+    with ScriptedEngine(script, Version(1, 2), CONTEXT) as fake, httpx.Client(base_url=fake.url) as http:
+        scripted = RunningEngine(engine.process, http, fake.url)
+        assert scripted.health().keys() == engine.health().keys()
+        answer = scripted.generate()
+        assert answer.keys() == engine.generate().keys()
+        assert (answer["tokens"], answer["finish"]) == ([5, 6, 7], "stop")
+        assert answer["versions"] == [Version(1, 2).pack()] * 3
+        assert scripted.generate()["finish"] == "length"
+        assert scripted.post().status_code == 503
+        with pytest.raises(httpx.RemoteProtocolError):
+            scripted.post()
+        refused, expected = scripted.post(max_tokens=LONG + 1), engine.post(max_tokens=LONG + 1)
+        assert refused.status_code == expected.status_code
+        assert refused.json()["error"]["code"] == expected.json()["error"]["code"]
+        assert [call.answer for call in fake.log] == [[5, 6, 7], [5] * 8, [], [1], []]
+        assert scripted.health()["sampled_tokens"] == fake.sampled_tokens == 12
+        with ThreadPoolExecutor() as pool:
+            fake.script = lambda prompt, call: [call]
+            scripted.pause()
+            held = pool.submit(scripted.generate)
+            scripted.until(lambda health: health["waiting"] == 1)
+            scripted.resume()
+            assert held.result(timeout=5)["tokens"] == [6]
 
 
 # From here on the weights are shared, and this process is the trainer.

@@ -4,7 +4,6 @@ Started by the command line with a socket that listens already, so that clients 
 they are answered once it is.
 """
 
-import os
 import socket
 import time
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 import uvicorn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from harnessed.config import EngineSettings
 from harnessed.engine.app import make_app
@@ -59,11 +60,6 @@ def serve(listening: socket.socket, model: Path, weights: Path | None, settings:
 
 
 def _load(folder: Path) -> Any:
-    # Before transformers is imported: a model folder is complete, and nothing is asked of the network.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

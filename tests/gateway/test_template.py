@@ -24,14 +24,20 @@ def test_the_first_segment_is_the_whole_rendering(tmp_path):
 
 def test_a_later_segment_starts_right_after_the_sampled_stop(tmp_path):
     template = ChatTemplate(make_policy(tmp_path))
-    segment = template.next_segment([USER], [], stopped=True)
+    segment = template.next_segment([USER], [], STOP)
     assert text(segment) == "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_an_answer_that_was_cut_gets_the_stop_from_the_template(tmp_path):
     template = ChatTemplate(make_policy(tmp_path))
-    segment = template.next_segment([USER], [], stopped=False)
+    segment = template.next_segment([USER], [], None)
     assert text(segment) == "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_stop_that_the_template_writes_differently_keeps_both(tmp_path):
+    template = ChatTemplate(make_policy(tmp_path))
+    segment = template.next_segment([USER], [], TOKENIZER.token_to_id("<|endoftext|>"))
+    assert text(segment).startswith("<|im_end|>\n<|im_start|>user")
 
 
 def test_a_character_that_was_cut_in_two_is_not_delivered_by_half(tmp_path):

@@ -23,6 +23,8 @@ from harnessed.gateway.store import Store
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
 _EXPIRY_S = 5.0
+KEEP_ALIVE_S = 3600
+"""Agents are silent for long between two calls; a connection closed under them would cost them a failed request."""
 SHUTDOWN_S = 1
 """How long calls and long-polls have to end after SIGTERM; harnesses ask again."""
 
@@ -40,6 +42,7 @@ def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
                     lifespan="off",
                     access_log=False,
                     log_level="warning",
+                    timeout_keep_alive=KEEP_ALIVE_S,
                     timeout_graceful_shutdown=SHUTDOWN_S,
                 )
             )

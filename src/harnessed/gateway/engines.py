@@ -121,8 +121,22 @@ class Engines:
             body = await response.read()
             if response.status != 200:
                 raise EngineFailed(f"engine {engine.id}: {_reason(body, response.status)}")
-            answer = orjson.loads(body)
-            return Generated(answer["tokens"], answer["logprobs"], answer["versions"], answer["finish"])
+            return _read(engine, body)
+
+
+def _read(engine: EngineSpec, body: bytes) -> Generated:
+    try:
+        answer = orjson.loads(body)
+        generated = Generated(answer["tokens"], answer["logprobs"], answer["versions"], answer["finish"])
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise EngineFailed(f"engine {engine.id} gave no answer of the protocol: {error!r}") from error
+    if not generated.tokens or len(generated.tokens) != len(generated.versions):
+        raise EngineFailed(
+            f"engine {engine.id} gave {len(generated.tokens)} tokens, {len(generated.versions)} versions"
+        )
+    if generated.logprobs and len(generated.logprobs) != len(generated.tokens):
+        raise EngineFailed(f"engine {engine.id} gave {len(generated.logprobs)} log-probabilities for its tokens")
+    return generated
 
 
 def _reason(body: bytes, status: int) -> str:

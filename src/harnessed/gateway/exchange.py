@@ -213,7 +213,7 @@ class Exchange:
         task = asyncio.create_task(self._sample(session, turn, place, segment_ids, generation, call))
         pending = Pending(call, task, len(prompt))
         session.pending.setdefault(place.prompt, []).append(pending)
-        task.add_done_callback(lambda task: _drop(session, place.prompt, pending) if task.exception() else None)
+        task.add_done_callback(lambda task: _drop_failed(session, place.prompt, pending))
         return pending
 
     async def _sample(
@@ -291,6 +291,12 @@ def _is_delivered(pending: Pending) -> bool:
     return pending.task.done() and all(node.delivered for node in pending.task.result())
 
 
+def _drop_failed(session: Session, prompt: Digest, pending: Pending) -> None:
+    """A call that failed is not waited for any more: the same request again is a new call."""
+    if pending.task.cancelled() or pending.task.exception() is not None:
+        _drop(session, prompt, pending)
+
+
 def _drop(session: Session, prompt: Digest, pending: Pending) -> None:
     waiting = session.pending.get(prompt, [])
     if pending in waiting:
@@ -303,10 +309,13 @@ def _encode(session: Session, turn: Turn, place: Place) -> list[int]:
     try:
         if not place.parent:
             return session.template.first_segment(turn.messages, turn.tools)
-        stopped = session.tree.nodes[place.parent].finish == "stop"
-        return session.template.next_segment(place.new, turn.tools, stopped=stopped)
+        return session.template.next_segment(place.new, turn.tools, _sampled_stop(session.tree.nodes[place.parent]))
     except TemplateError as error:
         raise WireError(400, "invalid_messages", str(error)) from error
+
+
+def _sampled_stop(node: Node) -> int | None:
+    return array("i", node.answer[-4:])[0] if node.finish == "stop" else None
 
 
 def _message(template: ChatTemplate, answer: list[int], *, stopped: bool) -> dict[str, Any]:

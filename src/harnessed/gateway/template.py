@@ -43,25 +43,23 @@ class ChatTemplate:
         self._template = _compile(_template_source(folder, settings))
         self._now = datetime.datetime.now()
         self.stop_ids = self._stop_ids(folder)
-        self._stop_texts = [self._tokenizer.id_to_token(id) for id in self.stop_ids]
 
     def first_segment(self, messages: Messages, tools: Messages) -> list[int]:
         """Tokens of a conversation from its beginning to the generation prompt."""
         return self._encode(self._render(messages, tools))
 
-    def next_segment(self, messages: Messages, tools: Messages, *, stopped: bool) -> list[int]:
+    def next_segment(self, messages: Messages, tools: Messages, stop: int | None) -> list[int]:
         """Tokens between an answer and the next generation prompt, `messages` being what was said in between.
 
-        `stopped`: the answer ended with its sampled stop token. Otherwise the template's stop comes first in the
-        segment, as a prompt token.
+        `stop`: the stop token that ended the answer, None if it was cut. What the template writes as the end of an
+        answer comes first in the segment, as prompt tokens, unless it is the very token that was sampled.
         """
         stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
         _, found, text = self._render(stub + messages, tools).rpartition(_ANSWER)
         if not found:
             raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
-        if stopped:
-            stop = next((stop for stop in self._stop_texts if text.startswith(stop)), "")
-            text = text.removeprefix(stop)
+        if stop is not None:
+            text = text.removeprefix(self._tokenizer.id_to_token(stop))
         return self._encode(text)
 
     def text(self, answer: list[int], *, stopped: bool) -> str:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -109,8 +110,9 @@ def test_the_mark_of_a_killed_writer_stands_until_the_weights_are_created_anew(t
             SharedWeights.create(tmp_path, model, Version(1, 2))
         writer.kill()
         # Not waited for yet: a process that nobody has reaped writes no more.
+        deadline = time.monotonic() + 5
         while read_state(tmp_path).writing.alive():
-            pass
+            assert time.monotonic() < deadline, "the killed writer counts as alive"
         with pytest.raises(DeadWriterError, match=f"process {writer.pid}.* died while it wrote .* after version 0.1"):
             reader.readable()
     with pytest.raises(WeightsError, match="another writer took over"), reader.writing(Version(0, 2)):

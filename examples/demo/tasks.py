@@ -15,8 +15,7 @@ Task = dict[str, Any]
 
 # No key is part of another word below, so that `grep KEY *` prints exactly one line.
 KEYS = (
-    "port host user mode color size level path token limit speed "
-    "depth width theme owner group region zone branch stage"
+    "port host user mode color size level path token limit speed depth width theme owner group region zone branch stage"
 ).split()
 VALUES = (
     "amber birch cedar delta ember flint grove heron indigo jade kelp lotus maple nova olive "

@@ -167,12 +167,16 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
 
 def serve_engine(config: Config, arguments: argparse.Namespace) -> int:
     _need_torch("engine")
-    from harnessed.engine.serve import serve
+    from harnessed.engine.serve import StartError, serve
+    from harnessed.weights import WeightsError
 
     listener = _listener(arguments, config.engine.host, config.engine.port, "engine.port")
     if not arguments.owner:
         _say(f"engine on {launch.url_of(listener)}")
-    serve(listener, config.policy.model, arguments.weights, config.engine)
+    try:
+        serve(listener, config.policy.model, arguments.weights, config.engine)
+    except (StartError, WeightsError) as error:
+        raise ConfigError(str(error)) from error
     return 0
 
 

@@ -31,6 +31,7 @@ def _beside_the_configuration(path: Path, info: ValidationInfo) -> Path:
 ConfigPath = Annotated[Path, AfterValidator(_beside_the_configuration)]
 """A path that is relative to the configuration file's folder."""
 
+
 def _fill_here(command: list[str], info: ValidationInfo) -> list[str]:
     base: Path = (info.context or {}).get("base", Path.cwd())
     return [word.replace("{here}", str(base)) for word in command]

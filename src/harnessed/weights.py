@@ -259,4 +259,4 @@ def _start_of(pid: int) -> int | None:
         return None
     # proc(5): pid (name) state ..., and the start time is the 22nd field; the name may hold spaces and brackets.
     fields = stat[stat.rindex(b")") + 2 :].split()
-    return int(fields[19])
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

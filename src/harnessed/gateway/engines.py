@@ -96,7 +96,11 @@ class Engines:
                     return Engine(**fields, healthy=False, reason=_reason(body, response.status))
                 health = orjson.loads(body)
                 return Engine(
-                    **fields, healthy=True, sampled_tokens=health["sampled_tokens"], version=health["version"]
+                    **fields,
+                    healthy=health["status"] == "ok",
+                    reason=health["reason"],
+                    sampled_tokens=health["sampled_tokens"],
+                    version=health["version"],
                 )
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError) as error:
             return Engine(**fields, healthy=False, reason=f"{type(error).__name__} {error}".strip())

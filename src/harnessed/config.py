@@ -74,8 +74,8 @@ class Harness(Settings):
     function: FunctionName | None = None
     """kind `python`: called with the task in a process of its own. What it returns is kept as result.json."""
     command: Command | None = None
-    """kind `command`: program and arguments; `{prompt}`, `{task}` (a JSON file), `{folder}` (the attempt's) and `{here}`
-    (the configuration's) are filled in."""
+    """kind `command`: program and arguments, run in the workspace. Filled in: `{prompt}`, `{task}` (a JSON file),
+    `{folder}` (the attempt's), `{here}` (the configuration's)."""
     config: ConfigPath | None = None
     """kind `mini-swe-agent`: the harness's own YAML."""
     environment: dict[str, str] = {}

@@ -18,7 +18,7 @@ demo: $(INSTALLED) $(MODEL)/config.json
 
 test: $(INSTALLED)
 	@echo "test: runs the whole test suite with real processes and servers; up to 5 minutes on two cores"
-	@$(VENV)/bin/pytest
+	@$(VENV)/bin/pytest -n 2 --dist loadfile
 
 check: $(INSTALLED)
 	@echo "check: formatting, lint and types; about half a minute"

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment, StrictUndefined
-
 from tasks import Task
 
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo "
@@ -44,7 +43,8 @@ class Turn(NamedTuple):
 class Text:
     """All text around the policy's answers: `mini.yaml`'s templates and the chat template, compiled once."""
 
-    def __init__(self, config: Path = Path(__file__).with_name("mini.yaml")) -> None:
+    def __init__(self) -> None:
+        config = Path(__file__).with_name("mini.yaml")
         mini: dict[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
         # mini-swe-agent renders with jinja's defaults and StrictUndefined.
         environment = Environment(undefined=StrictUndefined)

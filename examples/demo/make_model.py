@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
 import shutil
 import tempfile
@@ -19,13 +18,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import tasks
 import torch
+from demonstrations import CHAT_TEMPLATE, STOP, Text, Turn, demonstrate
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
-
-import tasks
-from demonstrations import CHAT_TEMPLATE, STOP, Text, Turn, demonstrate
 
 PAD = "<|endoftext|>"
 CONTEXT = 2048
@@ -54,7 +52,7 @@ def main() -> None:
         unfinished.chmod(0o755)
         for file in unfinished.iterdir():
             file.chmod(0o644)
-        os.rename(unfinished, out)
+        unfinished.rename(out)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -14,7 +14,7 @@ ALLOWED = {
     "config": {"records"},
     "client": {"records"},
     "weights": {"records"},
-    "launch": {"config"},
+    "services": {"config"},
     "gateway": SHARED,
     "controller": SHARED,
     "training": SHARED | {"weights"},

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from harnessed import launch
+from harnessed import services
 from harnessed.client import ApiError, AsyncClient, Client, Unreachable
 from harnessed.config import Config, ConfigError, load
 from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key
@@ -25,13 +25,13 @@ def main() -> NoReturn:
     arguments = _parser().parse_args()
     try:
         if arguments.owner:
-            launch.die_with(arguments.owner)
+            services.die_with(arguments.owner)
         config = load(arguments.config, arguments.overrides)
         sys.exit(arguments.run(config, arguments))
     except ConfigError as error:
         _say(f"configuration: {error}")
         sys.exit(2)
-    except (launch.ServiceDied, Stalled, Unreachable, ApiError) as error:
+    except (services.ServiceDied, Stalled, Unreachable, ApiError) as error:
         _say(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=description, description=description)
         command.add_argument("config", type=Path, help="YAML file; docs/configuration.md has every setting")
         command.add_argument("overrides", nargs="*", metavar="section.setting=value")
-        # For services that a run starts (launch.py): who owns them, their socket, the run's folder.
+        # For services that a run starts (services.py): who owns them, their socket, the run's folder.
         command.add_argument("--owner", type=int, help=argparse.SUPPRESS)
         command.add_argument("--listener", type=int, help=argparse.SUPPRESS)
         command.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -142,7 +142,7 @@ def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
         key_file = folder / "admin.key"
         key_file.touch(mode=0o600)
         key_file.write_text(Keyring.from_file(folder / SECRET).sign(ADMIN), encoding="utf-8")
-        _say(f"gateway on {launch.url_of(listener)}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}")
+        _say(f"gateway on {services.url_of(listener)}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}")
     serve(listener, folder, config.gateway)
     return 0
 
@@ -172,7 +172,7 @@ def serve_engine(config: Config, arguments: argparse.Namespace) -> int:
 
     listener = _listener(arguments, config.engine.host, config.engine.port, "engine.port")
     if not arguments.owner:
-        _say(f"engine on {launch.url_of(listener)}")
+        _say(f"engine on {services.url_of(listener)}")
     try:
         serve(listener, config.policy.model, arguments.weights, config.engine)
     except (StartError, WeightsError) as error:
@@ -184,7 +184,7 @@ def _listener(arguments: argparse.Namespace, host: str, port: int, setting: str)
     """The socket that the owner handed down, or one of our own."""
     if arguments.listener is not None:
         return socket.socket(fileno=arguments.listener)
-    return launch.bind(host, port, setting)
+    return services.bind(host, port, setting)
 
 
 def _service_folder(config: Config, arguments: argparse.Namespace) -> Path:

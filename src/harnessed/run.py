@@ -22,8 +22,8 @@ from harnessed.controller.check import check as check_controller
 from harnessed.gateway.app import SECRET
 from harnessed.gateway.keys import ADMIN, Keyring
 from harnessed.gateway.template import ChatTemplate
-from harnessed.launch import Services, bind, url_of
 from harnessed.records import EngineSpec, RunSpec
+from harnessed.services import Services, bind, url_of
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.watch import Watch
 
@@ -65,7 +65,7 @@ class Run:
     def start(self, weights: Path | None) -> None:
         """Start the services and make the run known to its gateway; `weights`: what a trainer shares with the engine.
 
-        Raises launch.ServiceDied, client.ApiError, client.Unreachable.
+        Raises services.ServiceDied, client.ApiError, client.Unreachable.
         """
         config = self._config
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ class Run:
         self.gateway(create_run(RunSpec(id=self.id, policy=str(config.policy.model), limits=config.limits)))
 
     def wait_for_engine(self) -> None:
-        """Register the engine as soon as it answers. Raises launch.ServiceDied."""
+        """Register the engine as soon as it answers. Raises services.ServiceDied."""
         engine = EngineSpec(id=f"{self.id}-engine", url=self.engine_url, run=self.id)
         limit = self._config.engine.start_limit_s
         self._services.wait("the engine was not ready", lambda: self.gateway(register_engine(engine)).healthy, limit)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tasks
 import torch
-from demonstrations import CHAT_TEMPLATE, STOP, Text, Turn, demonstrate
+from demonstrations import CHAT_TEMPLATE, STOP, SUBMIT, Text, Turn, demonstrate
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
@@ -111,7 +111,10 @@ def make_tokenizer(episodes: list[list[Turn]]) -> Tokenizer:
 
 
 def fixed_parts(text: Text) -> list[str]:
-    """The conversation's unchanging text. None of it holds the stop token, which has to stay a token of its own."""
+    """The conversation's unchanging text. None of it holds the stop token, which has to stay a token of its own.
+
+    Fewer tokens make shorter episodes, and leave training fewer places where the format can come apart.
+    """
     marker = "\0"
     answer = f"```bash\n{marker}\n```"
     conversation = [
@@ -123,7 +126,15 @@ def fixed_parts(text: Text) -> list[str]:
     pieces = {piece for part in conversation for whole in part.split(STOP) for piece in whole.split(marker)}
     # A single character is a token anyway.
     fixed = {piece for piece in pieces if len(piece) > 1}
-    return sorted(fixed | {".conf", "echo ", "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", " && echo "})
+    return sorted(fixed | {".conf", "grep ", "cat ", "echo ", SUBMIT})
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that has to be there."""
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return number
 
 
 def make_policy(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
@@ -140,8 +151,8 @@ def make_policy(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
         tie_word_embeddings=True,
         # At the usual 0.02 so small a model does not learn to copy in the few steps that it gets.
         initializer_range=0.08,
-        eos_token_id=tokenizer.token_to_id(STOP),
-        pad_token_id=tokenizer.token_to_id(PAD),
+        eos_token_id=token_id(tokenizer, STOP),
+        pad_token_id=token_id(tokenizer, PAD),
         bos_token_id=None,
     )
     model = Qwen3ForCausalLM(config)
@@ -191,7 +202,7 @@ def batch(tokenizer: Tokenizer, episodes: list[list[Turn]]) -> tuple[torch.Tenso
 
     Segments and answers are encoded one by one, as they are in a rollout.
     """
-    pad = tokenizer.token_to_id(PAD)
+    pad = token_id(tokenizer, PAD)
     rows: list[list[int]] = []
     flags: list[list[bool]] = []
     for turns in episodes:

@@ -68,3 +68,18 @@ def test_a_folder_that_lacks_something_is_a_configuration_error(tmp_path, missin
 def test_a_missing_folder_is_named():
     with pytest.raises(ConfigError, match="/nowhere"):
         ChatTemplate(Path("/nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("content", "rendered"),
+    [
+        ([{"type": "text", "text": "one"}], "one"),
+        ([{"type": "text", "text": "one"}, {"type": "text", "text": "two", "cache_control": {}}], "one\ntwo"),
+        ([], ""),
+        (None, ""),
+    ],
+)
+def test_text_in_blocks_is_rendered_as_text(tmp_path, content, rendered):
+    template = ChatTemplate(make_policy(tmp_path))
+    segment = template.first_segment([{"role": "user", "content": content}], [])
+    assert text(segment) == f"<|im_start|>user\n{rendered}<|im_end|>\n<|im_start|>assistant\n"

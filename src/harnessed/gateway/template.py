@@ -74,7 +74,7 @@ class ChatTemplate:
     def _render(self, messages: Messages, tools: Messages) -> str:
         try:
             return self._template.render(
-                messages=messages,
+                messages=[message | {"content": _text(message.get("content"))} for message in messages],
                 tools=tools or None,
                 add_generation_prompt=True,
                 strftime_now=self._now.strftime,
@@ -94,6 +94,15 @@ class ChatTemplate:
 
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def _text(content: Any) -> Any:
+    """Text blocks as the string that text templates expect (OpenHands sends blocks); other parts are left to them."""
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(block, dict) and block.get("type") == "text" for block in content):
+        return "\n".join(block.get("text", "") for block in content)
+    return content
 
 
 def _read_tokenizer(folder: Path) -> Any:

@@ -170,7 +170,7 @@ class ScriptedEngine:
     async def _until(self, condition: Callable[[], bool]) -> None:
         self.waiting += 1
         # Polled, since tests change `paused` from other threads.
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.002)
         self.waiting -= 1
 

@@ -276,6 +276,9 @@ class Node:
     temperature: float
     finish: str
     """`stop` or `length`."""
+    cut: int
+    """Tokens at the end of the parent's answer that are not part of this context: 1 where the parent ended with a stop
+    token that history writes differently, else 0."""
     delivered: bool
     """The last byte of the answer was handed to the kernel, or a later request repeated it."""
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -24,19 +25,24 @@ def test_the_first_segment_is_the_whole_rendering(tmp_path):
 
 def test_a_later_segment_starts_right_after_the_sampled_stop(tmp_path):
     template = ChatTemplate(make_policy(tmp_path))
-    segment = template.next_segment([USER], [], STOP)
+    segment, cut = template.next_segment([USER], [], STOP)
+    assert cut == 0
     assert text(segment) == "\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_an_answer_that_was_cut_gets_the_stop_from_the_template(tmp_path):
     template = ChatTemplate(make_policy(tmp_path))
-    segment = template.next_segment([USER], [], None)
+    segment, cut = template.next_segment([USER], [], TOKENIZER.encode("a").ids[0])
+    assert cut == 0
     assert text(segment) == "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_stop_that_the_template_writes_differently_keeps_both(tmp_path):
-    template = ChatTemplate(make_policy(tmp_path))
-    segment = template.next_segment([USER], [], TOKENIZER.token_to_id("<|endoftext|>"))
+def test_before_a_stop_that_the_template_writes_differently_the_context_goes_on(tmp_path):
+    folder = make_policy(tmp_path)
+    other = TOKENIZER.token_to_id("<|endoftext|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [STOP, other]}))
+    segment, cut = ChatTemplate(folder).next_segment([USER], [], other)
+    assert cut == 1
     assert text(segment).startswith("<|im_end|>\n<|im_start|>user")
 
 

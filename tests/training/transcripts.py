@@ -9,7 +9,7 @@ def ints(*values: int) -> bytes:
     return array("i", values).tobytes()
 
 
-def node(number, parent, segment, answer, *, delivered=True, logprobs=None, version=0, temperature=1.0) -> Node:
+def node(number, parent, segment, answer, *, delivered=True, logprobs=None, version=0, temperature=1.0, cut=0) -> Node:
     logprobs = [-0.5 - 0.01 * i for i in range(len(answer))] if logprobs is None else logprobs
     return Node(
         number=number,
@@ -20,6 +20,7 @@ def node(number, parent, segment, answer, *, delivered=True, logprobs=None, vers
         versions=ints(*[version] * len(answer)),
         temperature=temperature,
         finish="stop",
+        cut=cut,
         delivered=delivered,
     )
 

@@ -35,7 +35,7 @@ from harnessed.gateway.recording import (
 )
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
-from harnessed.gateway.transcript import Digest, Place, Tree
+from harnessed.gateway.transcript import Digest, Place, Segment, Tree
 from harnessed.gateway.wire import chat
 from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError, context_overflow
 from harnessed.records import Limits, Node, Sampling
@@ -164,7 +164,7 @@ class Exchange:
         )
         for prompt, answers in session.tree.undelivered().items():
             for node in answers:
-                before = len(session.tree.tokens(node.number)) // 4 - node.sampled
+                before = len(session.tree.context(node.number)) // 4 - node.sampled
                 session.pending.setdefault(prompt, []).append(
                     Pending(secrets.token_hex(8), asyncio.create_task(_done([node])), before, connected=False)
                 )
@@ -191,10 +191,9 @@ class Exchange:
         if session.calls >= session.limits.calls:
             self._refuse_over_budget(session, f"the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
-        context = session.tree.tokens(place.parent)
         segment = _encode(session, turn, place)
-        prompt = array("i", context)
-        prompt.extend(segment)
+        prompt = array("i", session.tree.context(place.parent, segment.cut))
+        prompt.extend(segment.ids)
         room = session.limits.context - len(prompt)
         if room < 1:
             self._refuse_over_budget(session, f"the context limit of {session.limits.context} tokens was reached")
@@ -209,15 +208,14 @@ class Exchange:
             seed=0,
             stop=session.template.stop_ids,
         )
-        segment_ids = array("i", segment).tobytes()
-        task = asyncio.create_task(self._sample(session, turn, place, segment_ids, generation, call))
+        task = asyncio.create_task(self._sample(session, turn, place, segment, generation, call))
         pending = Pending(call, task, len(prompt))
         session.pending.setdefault(place.prompt, []).append(pending)
         task.add_done_callback(lambda task: _drop_failed(session, place.prompt, pending))
         return pending
 
     async def _sample(
-        self, session: Session, turn: Turn, place: Place, segment: bytes, generation: Generation, call: str
+        self, session: Session, turn: Turn, place: Place, segment: Segment, generation: Generation, call: str
     ) -> list[Node]:
         """Ask the engine for every answer of the call and record them; they are durable when this returns."""
         wanted = [replace(generation, seed=_seed(session, choice)) for choice in range(turn.n)]
@@ -235,12 +233,13 @@ class Exchange:
             Node(
                 number=session.next_number + choice,
                 parent=place.parent,
-                segment=segment,
+                segment=array("i", segment.ids).tobytes(),
                 answer=array("i", answer.tokens).tobytes(),
                 logprobs=array("f", answer.logprobs).tobytes(),
                 versions=array("i", answer.versions).tobytes(),
                 temperature=generation.temperature,
                 finish=answer.finish,
+                cut=segment.cut,
                 delivered=False,
                 messages=place.new,
                 message=_message(session.template, answer.tokens, stopped=answer.finish == "stop"),
@@ -305,17 +304,11 @@ def _drop(session: Session, prompt: Digest, pending: Pending) -> None:
         session.pending.pop(prompt, None)
 
 
-def _encode(session: Session, turn: Turn, place: Place) -> list[int]:
+def _encode(session: Session, turn: Turn, place: Place) -> Segment:
     try:
-        if not place.parent:
-            return session.template.first_segment(turn.messages, turn.tools)
-        return session.template.next_segment(place.new, turn.tools, _sampled_stop(session.tree.nodes[place.parent]))
+        return session.tree.segment(place, turn.tools, session.template)
     except TemplateError as error:
         raise WireError(400, "invalid_messages", str(error)) from error
-
-
-def _sampled_stop(node: Node) -> int | None:
-    return array("i", node.answer[-4:])[0] if node.finish == "stop" else None
 
 
 def _message(template: ChatTemplate, answer: list[int], *, stopped: bool) -> dict[str, Any]:

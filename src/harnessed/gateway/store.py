@@ -135,6 +135,7 @@ nodes = Table(
     Column("sampled", Integer, nullable=False),
     Column("temperature", Float, nullable=False),
     Column("finish", String, nullable=False),
+    Column("cut", Integer, nullable=False),
     Column("delivered", Boolean, nullable=False),
     Column("messages", LargeBinary, nullable=False),  # JSON, not parsed again before somebody reads it
     Column("message", LargeBinary, nullable=False),

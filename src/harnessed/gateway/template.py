@@ -48,19 +48,23 @@ class ChatTemplate:
         """Tokens of a conversation from its beginning to the generation prompt."""
         return self._encode(self._render(messages, tools))
 
-    def next_segment(self, messages: Messages, tools: Messages, stop: int | None) -> list[int]:
+    def next_segment(self, messages: Messages, tools: Messages, last: int) -> tuple[list[int], int]:
         """Tokens between an answer and the next generation prompt, `messages` being what was said in between.
 
-        `stop`: the stop token that ended the answer, None if it was cut. What the template writes as the end of an
-        answer comes first in the segment, as prompt tokens, unless it is the very token that was sampled.
+        `last` is the answer's last token. If it is the stop that the template writes, the segment starts after it. If
+        it is another stop (gpt-oss samples `<|return|>` and writes `<|end|>`), the second value is 1: the context goes
+        on before it. If it is no stop (length, a stop string), the template's stop comes first in the segment.
         """
         stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
         _, found, text = self._render(stub + messages, tools).rpartition(_ANSWER)
         if not found:
             raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
-        if stop is not None:
-            text = text.removeprefix(self._tokenizer.id_to_token(stop))
-        return self._encode(text)
+        if last not in self.stop_ids:
+            return self._encode(text), 0
+        stop = self._tokenizer.id_to_token(last)
+        if text.startswith(stop):
+            return self._encode(text.removeprefix(stop)), 0
+        return self._encode(text), 1
 
     def text(self, answer: list[int], *, stopped: bool) -> str:
         """The text of sampled tokens, without the stop token; a character cut in two by the end is left out."""

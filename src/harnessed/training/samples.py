@@ -7,6 +7,7 @@ every trained token has in front of it exactly the tokens that the engine was gi
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,7 @@ def _rows(rollout: str, nodes: list[Node]) -> tuple[list[Row], Fates]:
     trainable = {number for number, node in by_number.items() if node.logprobs}
     fates[Fate.NO_LOGPROB] = sum(node.sampled for number, node in by_number.items() if number not in trainable)
     fates[Fate.TRAINED] = sum(by_number[number].sampled for number in trainable)
-    repeated = {node.parent for node in by_number.values()}
+    repeated = {node.parent for node in by_number.values() if not node.cut}
     rows = []
     for leaf in sorted(by_number.keys() - repeated):
         path = path_to(by_number, leaf)
@@ -113,22 +114,25 @@ def path_to(by_number: dict[int, Node], leaf: int) -> list[Node]:
 
 def _row(rollout: str, path: list[Node], trained: set[int]) -> Row:
     segments = [np.frombuffer(node.segment, np.int32) for node in path]
-    answers = [np.frombuffer(node.answer, np.int32) for node in path]
+    lengths = [node.sampled - following.cut for node, following in pairwise(path)] + [path[-1].sampled]
 
-    def lay(prompt: float, sampled: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-        """One value for all prompt tokens, an array for each answer."""
+    def lay(prompt: list[np.ndarray], sampled: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
+        """Prompt values and answer values in turns."""
         pieces = []
-        for segment, values in zip(segments, sampled, strict=True):
-            pieces += [np.full(len(segment), prompt, dtype), values.astype(dtype, copy=False)]
+        for values, answer, length in zip(prompt, sampled, lengths, strict=True):
+            pieces += [values.astype(dtype, copy=False), answer[:length].astype(dtype, copy=False)]
         return np.concatenate(pieces)
+
+    def everywhere(value: float) -> list[np.ndarray]:
+        return [np.full(len(segment), value) for segment in segments]
 
     return Row(
         rollout=rollout,
-        tokens=np.concatenate([piece for pair in zip(segments, answers, strict=True) for piece in pair]),
-        trained=lay(0, [np.full(n.sampled, n.number in trained) for n in path], np.bool_),
-        logprobs=lay(0, [_logprobs(n) for n in path], np.float32),
-        versions=lay(-1, [np.frombuffer(n.versions, np.int32) for n in path], np.int32),
-        temperatures=lay(1, [np.full(n.sampled, n.temperature or 1.0) for n in path], np.float32),
+        tokens=lay(segments, [np.frombuffer(n.answer, np.int32) for n in path], np.int32),
+        trained=lay(everywhere(0), [np.full(n.sampled, n.number in trained) for n in path], np.bool_),
+        logprobs=lay(everywhere(0), [_logprobs(n) for n in path], np.float32),
+        versions=lay(everywhere(-1), [np.frombuffer(n.versions, np.int32) for n in path], np.int32),
+        temperatures=lay(everywhere(1), [np.full(n.sampled, n.temperature or 1.0) for n in path], np.float32),
     )
 
 

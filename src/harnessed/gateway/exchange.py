@@ -95,7 +95,7 @@ class Exchange:
             session = await self._session(self._key(scope))
             turn = chat.parse(await _read_body(receive))
             place = session.tree.place(turn.messages, turn.tools)
-            self._prove_delivered(session, place.parent)
+            self._prove_delivered(session, place)
             pending = _retried(session, place, _retry_count(scope)) or self._begin(session, turn, place)
             if not await _outlasts(receive, pending.task):
                 pending.connected = False
@@ -170,14 +170,8 @@ class Exchange:
                 )
         return session
 
-    def _prove_delivered(self, session: Session, number: int) -> None:
-        """A request that repeats an answer shows that it arrived, and everything before it."""
-        proven = []
-        while number and not session.tree.nodes[number].delivered:
-            node = session.tree.nodes[number]
-            node.delivered = True
-            proven.append(number)
-            number = node.parent
+    def _prove_delivered(self, session: Session, place: Place) -> None:
+        proven = session.tree.prove_delivered(place)
         if proven:
             self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, proven))
             for prompt, waiting in list(session.pending.items()):

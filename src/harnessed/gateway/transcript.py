@@ -102,6 +102,16 @@ class Tree:
                 ids += array("i", self.nodes[before].answer)
         return Segment(ids, first_cut)
 
+    def prove_delivered(self, place: Place) -> list[int]:
+        """A request that repeats answers shows that they arrived; the nodes that were not known to have."""
+        proven = []
+        for number in (place.parent, *place.known.values()):
+            while number and not self.nodes[number].delivered:
+                self.nodes[number].delivered = True
+                proven.append(number)
+                number = self.nodes[number].parent
+        return proven
+
     def add(self, node: Node, prompt: Digest) -> None:
         """Take in a recorded node, the answer to the request that `prompt` names."""
         self.nodes[node.number] = node

@@ -60,9 +60,9 @@ def start(*arguments: object) -> subprocess.Popen:
     )
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines of processes that name the folder or work in it."""
-    found = []
+def processes_of(folder: Path) -> dict[int, str]:
+    """Processes that name the folder or work in it, with their command lines."""
+    found = {}
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
@@ -72,7 +72,7 @@ def processes_of(folder: Path) -> list[str]:
             except OSError:  # it has ended meanwhile
                 continue
             if state != "Z" and (str(folder) in line or place.startswith(str(folder))):
-                found.append(line)
+                found[int(process.name)] = line
     return found
 
 

@@ -1,9 +1,9 @@
 """Whole runs of `harnessed train`: real services and trainer, a tiny random policy, a small agent."""
 
 import json
+import os
 import signal
 import sqlite3
-import subprocess
 import time
 
 import numpy as np
@@ -127,7 +127,7 @@ def test_hidden_fields_stay_out_of_the_agents_reach(finished_run):
 
 def test_nothing_runs_on_after_a_run(finished_run):
     run, _ = finished_run
-    assert processes_of(run.parent) == []
+    assert processes_of(run.parent) == {}
 
 
 def test_the_folder_of_a_run_is_not_written_twice(finished_run):
@@ -160,7 +160,7 @@ def test_a_run_that_is_ended_leaves_no_process_and_a_whole_checkpoint(tmp_path, 
         process.send_signal(how)
         output = process.communicate(timeout=20)[0].decode()
         ended = time.monotonic()
-        wait_for(lambda: processes_of(tmp_path) == [], "the last process to end", limit_s=10)
+        wait_for(lambda: processes_of(tmp_path) == {}, "the last process to end", limit_s=10)
         assert time.monotonic() - began < 15  # about 10 s are promised; the machine may be busy
     finally:
         process.kill()
@@ -185,14 +185,15 @@ def test_a_service_that_dies_ends_the_run_with_one_line(tmp_path):
     process = start("train", config, f"run.folder={run}")
     try:
         wait_for(lambda: any((run / "checkpoints").glob("step-*")), "the first checkpoint")
-        subprocess.run(["pkill", "-9", "-f", f"engine {config}"], check=True)
+        (engine,) = [pid for pid, line in processes_of(tmp_path).items() if f" engine {config}" in line]
+        os.kill(engine, signal.SIGKILL)
         output = process.communicate(timeout=60)[0].decode()
     finally:
         process.kill()
     assert process.returncode == 1
     assert "the engine ended with status -9" in output
     assert "Traceback" not in output
-    wait_for(lambda: processes_of(tmp_path) == [], "the last process to end", limit_s=10)
+    wait_for(lambda: processes_of(tmp_path) == {}, "the last process to end", limit_s=10)
 
 
 def test_the_database_is_sound(finished_run):

@@ -36,7 +36,7 @@ def complaint_of(*arguments, env=None) -> str:
 )
 def test_a_wrong_setting(config, override, complaint):
     assert complaint in complaint_of(config, override, "run.folder=unused")
-    assert processes_of(config.parent) == []
+    assert processes_of(config.parent) == {}
 
 
 @pytest.mark.parametrize("service", ["gateway", "engine"])

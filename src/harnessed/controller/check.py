@@ -30,8 +30,8 @@ def check(config: Config) -> None:
     path = template_environment(harness)["PATH"]
     if harness.kind == "mini-swe-agent":
         _check_mini_swe_agent(harness)
-        if harness.shell == "bubblewrap":
-            fence.find("bubblewrap", config.controller.file_size_mb << 20)
+        # Also says in one line, here where somebody reads it, that there is no sandbox.
+        fence.find(harness.shell, config.controller.file_size_mb << 20)
     for setting, function in (("harness.function", harness.function), ("evaluator.function", evaluator.function)):
         if function:
             _check_function(setting, function, harness)

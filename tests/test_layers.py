@@ -19,6 +19,7 @@ ALLOWED = {
     "controller": SHARED,
     "training": SHARED | {"weights"},
     "engine": {"records", "config", "weights"},
+    "browse": {"*"},
     "run": {"*"},
     "cli": {"*"},
 }

@@ -10,11 +10,12 @@ import importlib.util
 import json
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from harnessed import services
+from harnessed import browse, services
 from harnessed.client import ApiError, AsyncClient, Client, Unreachable
 from harnessed.config import Config, ConfigError, load
 from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key
@@ -24,12 +25,9 @@ from harnessed.training.watch import Stalled
 def main() -> NoReturn:
     arguments = _parser().parse_args()
     try:
-        if arguments.owner:
-            services.die_with(arguments.owner)
-        config = load(arguments.config, arguments.overrides)
-        sys.exit(arguments.run(config, arguments))
+        sys.exit(arguments.run(arguments))
     except ConfigError as error:
-        _say(f"configuration: {error}")
+        _say(str(error))
         sys.exit(2)
     except (services.ServiceDied, Stalled, Unreachable, ApiError) as error:
         _say(str(error))
@@ -59,8 +57,19 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--listener", type=int, help=argparse.SUPPRESS)
         command.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
         command.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
-        command.set_defaults(run=run)
+        command.set_defaults(run=_with_config(run))
+    description = "look into what a run recorded"
+    browse.add_commands(commands.add_parser("rollouts", help=description, description=description))
     return parser
+
+
+def _with_config(run: Callable[[Config, argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    def command(arguments: argparse.Namespace) -> int:
+        if arguments.owner:
+            services.die_with(arguments.owner)
+        return run(load(arguments.config, arguments.overrides), arguments)
+
+    return command
 
 
 def train(config: Config, arguments: argparse.Namespace) -> int:

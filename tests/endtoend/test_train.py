@@ -206,3 +206,23 @@ def test_the_database_is_sound(finished_run):
 def test_the_configuration_that_was_used_is_kept(finished_run):
     run, _ = finished_run
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["groups_per_step"] == 5
+
+
+def test_people_can_look_into_the_records(finished_run, tmp_path):
+    run, _ = finished_run
+    listed = harnessed("rollouts", "list", run).stdout
+    assert listed.count("agent_exit") == 2 * 3
+    assert "the judge broke" in listed
+    shown = harnessed("rollouts", "show", run, "step-00001.0000.0").stdout
+    assert "user: task 0.0" in shown
+    assert "#2 (after #1, length)" in shown or "#2 (after #1, stop)" in shown
+    tokens = harnessed("rollouts", "show", run, "step-00001.0000.0", "--tokens").stdout
+    assert "<|im_start|>user\ntask 0.0<|im_end|>" in tokens
+    logs = harnessed("rollouts", "logs", run, "step-00001.0001.0").stdout
+    assert "the agent broke" in logs
+    out = tmp_path / "rows.jsonl"
+    assert harnessed("rollouts", "export", run, out).returncode == 0
+    rows = lines(out)
+    assert len({row["rollout"] for row in rows}) == len(rows) > 0
+    assert all(len(row["tokens"]) == len(row["trained"]) == len(row["logprobs"]) for row in rows)
+    assert harnessed("rollouts", "list", run.parent).returncode == 2

@@ -71,6 +71,11 @@ class ChatTemplate:
         text: str = self._tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=True)
         return text if stopped else text.rstrip("\ufffd")
 
+    def token(self, id: int) -> str:
+        """One token as it stands in the text, special ones too; for people."""
+        text: str = self._tokenizer.decode([id], skip_special_tokens=False)
+        return text
+
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids

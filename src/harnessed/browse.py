@@ -1,0 +1,194 @@
+"""`harnessed rollouts`: what a run recorded, for people and scripts. Reads the run's folder; no gateway has to run.
+
+The command line calls `add_commands`. Everything comes from the gateway's database and from the final fates that the
+trainer wrote to transcripts.jsonl.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from sqlalchemy import Connection, create_engine
+
+from harnessed.config import ConfigError
+from harnessed.gateway.app import DATABASE
+from harnessed.gateway.lifecycle import list_rollouts, list_runs
+from harnessed.gateway.recording import load_transcript
+from harnessed.gateway.template import ChatTemplate
+from harnessed.records import Attempt, Fate, Node, Rollout, RunSpec, Transcript
+from harnessed.training.samples import Row, build
+
+COLOURS = {Fate.TRAINED: "green", Fate.EVALUATION: "cyan", Fate.GROUP_SKIPPED: "yellow"}
+"""Of tokens by fate; other fates are red, prompt tokens are dim."""
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `harnessed rollouts`."""
+    commands = parser.add_subparsers(required=True, metavar="list|show|logs|export")
+    for name, run, description in (
+        ("list", _list, "one line for each rollout"),
+        ("show", _show, "the transcript of one rollout as a tree"),
+        ("logs", _logs, "what the agent's processes printed, if the attempt's folder was kept"),
+        (
+            "export",
+            _export,
+            "rows as training sees them, as JSON lines: token ids, loss mask, log-probabilities, versions",
+        ),
+    ):
+        command = commands.add_parser(name, help=description, description=description)
+        command.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
+        command.set_defaults(run=run)
+        if name in ("show", "logs"):
+            command.add_argument("rollout", metavar="ROLLOUT", help="its id, or an end of it that is unique")
+        if name == "show":
+            command.add_argument("--tokens", action="store_true", help="every token, coloured by its fate")
+        if name == "export":
+            command.add_argument("out", type=Path, metavar="OUT.jsonl")
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    table = Table("rollout", "purpose", "state", "reward", "attempts", "reason", box=None)
+    with _opened(arguments.folder) as (connection, run):
+        for rollout in list_rollouts(connection, run.id):
+            reward = "-" if rollout.reward is None else f"{rollout.reward:g}"
+            state = str(rollout.outcome or rollout.state)
+            table.add_row(rollout.id, rollout.purpose, state, reward, str(rollout.attempt), escape(rollout.reason[:80]))
+    _console().print(table)
+    return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    console = _console()
+    with _opened(arguments.folder) as (connection, run):
+        rollout = _find(connection, run, arguments.rollout)
+        transcript = load_transcript(connection, rollout.id)
+        template = ChatTemplate(Path(run.policy)) if arguments.tokens else None
+    fates = _final_fates(arguments.folder, rollout.id)
+    console.print(f"{rollout.id}: {rollout.outcome or rollout.state}, reward {rollout.reward}", markup=False)
+    console.print(f"fates: {', '.join(f'{fate} {n}' for fate, n in fates.items()) or 'not decided'}", markup=False)
+    for attempt in transcript.attempts:
+        console.print(f"\nattempt {attempt.number}", markup=False)
+        for node in attempt.nodes:
+            indent = "  " * _depth(attempt, node)
+            mark = "" if node.delivered else ", not delivered"
+            console.print(f"{indent}#{node.number} (after #{node.parent}, {node.finish}{mark})", markup=False)
+            if template:
+                console.print(indent + _coloured(template, node, _fate_of(transcript, attempt, node, fates)))
+            else:
+                for message in (*node.messages, node.message):
+                    console.print(f"{indent}  {message['role']}: {_text(message)}", markup=False)
+    return 0
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    with _opened(arguments.folder) as (connection, run):
+        rollout = _find(connection, run, arguments.rollout)
+    found = sorted((arguments.folder / "attempts").glob(f"{rollout.id}.*/log.txt"))
+    if not found:
+        raise ConfigError(f"no log of {rollout.id} was kept: set controller.keep_folders to `all`")
+    for log in found:
+        print(f"== {log}", flush=True)
+        with log.open("rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    count = 0
+    with _opened(arguments.folder) as (connection, run), arguments.out.open("w", encoding="utf-8") as file:
+        for rollout in list_rollouts(connection, run.id):
+            for row in build(load_transcript(connection, rollout.id)).rows:
+                file.write(json.dumps(_row(rollout, row)) + "\n")
+                count += 1
+    print(f"{count} rows in {arguments.out}")
+    return 0
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[tuple[Connection, RunSpec]]:
+    """The run's database, read only, and its latest run."""
+    database = folder / DATABASE
+    if not database.is_file():
+        raise ConfigError(f"{folder} is no run's folder: it has no {DATABASE}")
+    with create_engine(f"sqlite:///file:{database.resolve()}?mode=ro&uri=true").connect() as connection:
+        runs = list_runs(connection)
+        if not runs:
+            raise ConfigError(f"{folder} holds no run yet")
+        yield connection, runs[-1]
+
+
+def _find(connection: Connection, run: RunSpec, name: str) -> Rollout:
+    same = [rollout for rollout in list_rollouts(connection, run.id) if rollout.id.endswith(name)]
+    if len(same) != 1:
+        raise ConfigError(f"{len(same)} rollouts of {run.id} end in {name!r}; `harnessed rollouts list` shows them")
+    return same[0]
+
+
+def _final_fates(folder: Path, rollout: str) -> dict[str, int]:
+    path = folder / "transcripts.jsonl"
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        record = json.loads(line)
+        if record["rollout"] == rollout:
+            return dict(record["fates"])
+    return {}
+
+
+def _fate_of(transcript: Transcript, attempt: Attempt, node: Node, final: dict[str, int]) -> Fate:
+    """An answer's fate: what its transcript says, then what became of the group."""
+    alone = Transcript(transcript.rollout, [Attempt(attempt.number, [_as_root(node)])])
+    (fate,) = build(alone).fates
+    if fate == Fate.TRAINED and Fate.TRAINED not in final:
+        decided = [
+            Fate(name) for name in final if name in (Fate.GROUP_SKIPPED, Fate.GROUP_INCOMPLETE, Fate.UPDATE_SKIPPED)
+        ]
+        return decided[0] if decided else fate
+    return fate
+
+
+def _as_root(node: Node) -> Node:
+    return Node(**{name: getattr(node, name) for name in node.__dataclass_fields__} | {"parent": 0, "cut": 0})
+
+
+def _coloured(template: ChatTemplate, node: Node, fate: Fate) -> str:
+    prompt = escape("".join(template.token(id) for id in np.frombuffer(node.segment, np.int32).tolist()))
+    colour = COLOURS.get(fate, "red")
+    sampled = "|".join(template.token(id) for id in np.frombuffer(node.answer, np.int32).tolist())
+    return f"[dim]{prompt}[/dim][{colour}]{escape(sampled)}[/{colour}] ({fate})"
+
+
+def _depth(attempt: Attempt, node: Node) -> int:
+    """Branches above it: a conversation that goes on stays in its column."""
+    children = [other.number for other in attempt.nodes if other.parent == node.parent]
+    above = _depth(attempt, attempt.nodes[node.parent - 1]) if node.parent else 0
+    return above + (len(children) > 1)
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _row(rollout: Rollout, row: Row) -> dict[str, Any]:
+    return {
+        "rollout": rollout.id,
+        "reward": rollout.reward,
+        "tokens": row.tokens.tolist(),
+        "trained": row.trained.astype(int).tolist(),
+        "logprobs": [round(float(value), 6) for value in row.logprobs],
+        "versions": row.versions.tolist(),
+        "temperatures": row.temperatures.tolist(),
+    }
+
+
+def _console() -> Console:
+    # Into a pipe nothing is cut to fit.
+    return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 300)

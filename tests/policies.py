@@ -11,20 +11,20 @@ TEMPLATE = (
 )
 
 
-def make_tokenizer() -> Tokenizer:
-    """Every byte is a token; three special ones follow."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: id for id, char in enumerate(alphabet)}, merges=[]))
+def make_tokenizer(merges: tuple[tuple[str, str], ...] = ()) -> Tokenizer:
+    """Every byte is a token, and every merge; three special ones follow."""
+    known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(merge) for merge in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={text: id for id, text in enumerate(known)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
     return tokenizer
 
 
-def make_policy(folder: Path, template: str = TEMPLATE) -> Path:
+def make_policy(folder: Path, template: str = TEMPLATE, merges: tuple[tuple[str, str], ...] = ()) -> Path:
     """A folder that the gateway can serve; without weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(merges)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template}
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"

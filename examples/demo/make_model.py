@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tasks
 import torch
-from demonstrations import CHAT_TEMPLATE, STOP, SUBMIT, Text, Turn, demonstrate
+from demonstrations import CHAT_TEMPLATE, STOP, Text, Turn, demonstrate
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
@@ -111,10 +111,7 @@ def make_tokenizer(episodes: list[list[Turn]]) -> Tokenizer:
 
 
 def fixed_parts(text: Text) -> list[str]:
-    """The conversation's unchanging text. None of it holds the stop token, which has to stay a token of its own.
-
-    Fewer tokens make shorter episodes, and leave training fewer places where the format can come apart.
-    """
+    """The conversation's unchanging text. None of it holds the stop token, which has to stay a token of its own."""
     marker = "\0"
     answer = f"```bash\n{marker}\n```"
     conversation = [
@@ -126,7 +123,7 @@ def fixed_parts(text: Text) -> list[str]:
     pieces = {piece for part in conversation for whole in part.split(STOP) for piece in whole.split(marker)}
     # A single character is a token anyway.
     fixed = {piece for piece in pieces if len(piece) > 1}
-    return sorted(fixed | {".conf", "grep ", "cat ", "echo ", SUBMIT})
+    return sorted(fixed | {".conf", "echo ", "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT", " && echo "})
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:

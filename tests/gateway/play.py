@@ -16,6 +16,20 @@ def packed(values) -> bytes:
     return array("i", values).tobytes()
 
 
+def make_node(number, parent, segment, sampled, **fields) -> Node:
+    """A delivered answer; further fields as given."""
+    defaults = {"temperature": 1.0, "finish": "stop", "cut": 0, "delivered": True}
+    return Node(
+        number=number,
+        parent=parent,
+        segment=packed(segment),
+        answer=packed(sampled),
+        logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
+        versions=packed([0] * len(sampled)),
+        **defaults | fields,
+    )
+
+
 @dataclass
 class Play:
     template: ChatTemplate
@@ -37,14 +51,11 @@ class Play:
         prompt = array("i", self.tree.context(place.parent, segment.cut)).tolist() + segment.ids
         sampled = ids(text) + ([] if stop is None else [stop])
         message = {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
-        node = Node(
-            number=len(self.tree.nodes) + 1,
-            parent=place.parent,
-            segment=packed(segment.ids),
-            answer=packed(sampled),
-            logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
-            versions=packed([0] * len(sampled)),
-            temperature=1.0,
+        node = make_node(
+            len(self.tree.nodes) + 1,
+            place.parent,
+            segment.ids,
+            sampled,
             finish="length" if stop is None else "stop",
             cut=segment.cut,
             delivered=delivered,

@@ -1,16 +1,19 @@
 """The tree that each kind of harness leaves, written out by hand; then any mix of them, by a random harness."""
 
 import tempfile
+from array import array
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from play import Play
-from policies import make_tokenizer
+from play import Play, make_node
+from policies import make_policy, make_tokenizer
 from texts import STOP, ids, text
 
+from harnessed.gateway.template import ChatTemplate
+from harnessed.gateway.transcript import Tree
 from harnessed.records import Fate
 from harnessed.training.samples import build
 
@@ -92,6 +95,28 @@ def test_what_is_spliced_in_is_what_a_rendering_would_give(play):
     messages = [SYSTEM, user("a"), said(first), user("r"), user("v2")]
     play.ask(messages)
     assert play.prompts[2] == play.template.first_segment(messages, [])
+
+
+def test_a_rendering_would_drift_and_the_transcript_does_not(tmp_path):
+    """The policy sampled `ab` as two tokens; its text, encoded again, is one."""
+    policy = make_policy(tmp_path / "policy", merges=(("a", "b"),))
+    template = ChatTemplate(policy)
+    tree = Tree()
+    tokenizer = make_tokenizer((("a", "b"),))
+    a, b, stop = (tokenizer.token_to_id(text) for text in ("a", "b", "<|im_end|>"))
+    place = tree.place([user("x")], [])
+    segment = tree.segment(place, [], template)
+    message = {"role": "assistant", "content": template.text([a, b, stop], stopped=True)}
+    tree.add(make_node(1, 0, segment.ids, [a, b, stop], message=message, messages=place.new), place.prompt)
+
+    request = [user("x"), message, user("y")]
+    place = tree.place(request, [])
+    ours = array("i", tree.context(place.parent)).tolist() + tree.segment(place, [], template).ids
+    rendered = template.first_segment(request, [])
+    assert message["content"] == "ab"
+    assert ours[len(segment.ids) :][:3] == [a, b, stop]
+    assert len(rendered) == len(ours) - 1
+    assert tokenizer.decode(ours) == tokenizer.decode(rendered)
 
 
 def test_an_edited_prompt_starts_again_and_keeps_known_answers(play):

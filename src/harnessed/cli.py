@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--owner", type=int, help=argparse.SUPPRESS)
         command.add_argument("--listener", type=int, help=argparse.SUPPRESS)
         command.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+        command.add_argument("--run-id", help=argparse.SUPPRESS)
         command.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
         command.set_defaults(run=_with_config(run))
     description = "look into what a run recorded"
@@ -168,7 +169,7 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
 
     async def run() -> None:
         async with AsyncClient(url, admin_key()) as client:
-            await reconcile(config, client, folder)
+            await reconcile(config, client, folder, arguments.run_id or config.run.name)
 
     asyncio.run(run())
     return 0

@@ -201,13 +201,15 @@ def cancel_rollout(rollout: str) -> Call[Rollout]:
     return Call("POST", f"/api/rollouts/{rollout}/cancel", _json(Rollout))
 
 
-def claim(owner: str, most: int, attempts: int, wait_s: float = 0) -> Call[list[Assignment]]:
-    """Start attempts of up to `most` queued rollouts for the controller `owner`, oldest first.
+def claim(run: str, owner: str, most: int, attempts: int, wait_s: float = 0) -> Call[list[Assignment]]:
+    """Start attempts of up to `most` queued rollouts of a run for the controller `owner`, oldest first.
+
+    `run` is a run's id, or the name that the ids of several runs begin with (`demo` for `demo-1f2e3d`).
 
     Waits up to wait_s for the first one. The owner keeps what it claimed as long as it renews (`renew`); a rollout
     whose attempt was lost is queued again, up to `attempts` attempts in all.
     """
-    body = {"owner": owner, "most": most, "attempts": attempts, "wait_s": wait_s}
+    body = {"run": run, "owner": owner, "most": most, "attempts": attempts, "wait_s": wait_s}
     return Call("POST", "/api/attempts/claim", _json(list[Assignment]), body, timeout_s=wait_s + 30)
 
 

@@ -78,7 +78,8 @@ class Run:
         if config.engine.url is None:
             self._services.start("engine", [*self._arguments, *engine_options], self._engine_socket)
         if not config.controller.external:  # last, so that it ends first and can give back what it holds
-            self._services.start("controller", [*self._arguments, f"gateway.url={self.gateway_url}", *options])
+            arguments = [*self._arguments, f"gateway.url={self.gateway_url}", *options, "--run-id", self.id]
+            self._services.start("controller", arguments)
         self.gateway = Client(self.gateway_url, admin_key())
         self.gateway(create_run(RunSpec(id=self.id, policy=str(config.policy.model), limits=config.limits)))
 

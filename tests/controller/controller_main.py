@@ -15,7 +15,7 @@ async def main() -> None:
     sections, gateway, folder = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     reconciler.RENEW_S = 0.2
     async with AsyncClient(gateway, "admin") as client:
-        await reconciler.run_controller(make_config(**sections), client, folder)
+        await reconciler.run_controller(make_config(**sections), client, folder, "r")
 
 
 asyncio.run(main())

@@ -32,7 +32,7 @@ def test_a_gateway_serves_a_call_without_ever_loading_torch(tmp_path):
             gateway(create_run(RunSpec(id="r", policy=str(tmp_path / "policy"))))
             gateway(register_engine(EngineSpec(id="e", url=engine.url, run="r")))
             gateway(create_groups([GroupSpec(id="g", run="r", task={}, n=1)]))
-            (attempt,) = gateway(claim("me", 1, 1))
+            (attempt,) = gateway(claim("r", "me", 1, 1))
             response = httpx.post(
                 f"{url}/v1/chat/completions",
                 headers={"authorization": f"Bearer {attempt.key}"},

@@ -63,7 +63,7 @@ class House:
         """A new group of n rollouts, all claimed."""
         spec = GroupSpec(id=group, run="r", task={"name": group}, n=n, sampling=Sampling(**sampling))
         await self.admin(create_groups([spec]))
-        return await self.admin(claim("controller", n, 3))
+        return await self.admin(claim("r", "controller", n, 3))
 
     def openai(self, key: str, **settings) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0} | settings)

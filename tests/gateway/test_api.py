@@ -40,7 +40,7 @@ def spec(id="g", n=2, **fields):
 async def test_a_rollout_lives_from_queued_to_finished(house):
     await house.admin(create_groups([spec(n=1)]))
     assert (await house.admin(get_rollout("g.0"))).state == State.QUEUED
-    (attempt,) = await house.admin(claim("me", 5, 3))
+    (attempt,) = await house.admin(claim("r", "me", 5, 3))
     assert (attempt.rollout, attempt.attempt, attempt.task) == ("g.0", 1, {"name": "g"})
     assert (await house.admin(get_rollout("g.0"))).state == State.RUNNING
     finished = await house.admin(end_attempt("g.0", 1, OK, 3))
@@ -59,7 +59,7 @@ async def test_creating_a_group_again_changes_nothing(house):
 
 async def test_a_group_is_complete_when_its_last_member_is(house):
     await house.admin(create_groups([spec()]))
-    await house.admin(claim("me", 2, 3))
+    await house.admin(claim("r", "me", 2, 3))
     await house.admin(end_attempt("g.0", 1, OK, 3))
     assert not (await house.admin(get_group("g"))).complete
     await house.admin(end_attempt("g.1", 1, LOST, 1))
@@ -71,7 +71,7 @@ async def test_a_group_is_complete_when_its_last_member_is(house):
 async def test_an_infrastructure_failure_makes_another_attempt_up_to_the_limit(house):
     await house.admin(create_groups([spec(n=1)]))
     for number in (1, 2):
-        (attempt,) = await house.admin(claim("me", 1, 2))
+        (attempt,) = await house.admin(claim("r", "me", 1, 2))
         assert attempt.attempt == number
         await house.admin(end_attempt("g.0", number, LOST, 2))
     rollout = await house.admin(get_rollout("g.0"))
@@ -81,7 +81,7 @@ async def test_an_infrastructure_failure_makes_another_attempt_up_to_the_limit(h
 
 async def test_the_first_ending_wins_and_may_be_repeated(house):
     await house.admin(create_groups([spec(n=1)]))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     first = await house.admin(end_attempt("g.0", 1, OK, 3))
     late = Ending(outcome=Outcome.AGENT_EXIT, reward=0.0)
     assert await house.admin(end_attempt("g.0", 1, late, 3)) == first
@@ -89,9 +89,9 @@ async def test_the_first_ending_wins_and_may_be_repeated(house):
 
 async def test_an_attempt_that_was_superseded_cannot_end_its_rollout(house):
     await house.admin(create_groups([spec(n=1)]))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     await house.admin(end_attempt("g.0", 1, LOST, 3))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     with pytest.raises(ApiError) as refusal:
         await house.admin(end_attempt("g.0", 1, OK, 3))
     assert refusal.value.status == 409
@@ -99,7 +99,7 @@ async def test_an_attempt_that_was_superseded_cannot_end_its_rollout(house):
 
 async def test_a_posted_reward_is_kept_and_the_first_wins(house):
     await house.admin(create_groups([spec(n=1)]))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     await house.admin(post_reward("g.0", Reward(reward=0.25)))
     with pytest.raises(ApiError):
         await house.admin(post_reward("g.0", Reward(reward=0.75)))
@@ -108,16 +108,16 @@ async def test_a_posted_reward_is_kept_and_the_first_wins(house):
 
 async def test_a_reward_of_a_failed_attempt_is_forgotten(house):
     await house.admin(create_groups([spec(n=1)]))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     await house.admin(post_reward("g.0", Reward(reward=0.25)))
     await house.admin(end_attempt("g.0", 1, LOST, 3))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     assert (await house.admin(end_attempt("g.0", 2, OK, 3))).reward == 1.0
 
 
 async def test_a_cancelled_rollout_has_no_reward_and_its_controller_learns_of_it(house):
     await house.admin(create_groups([spec()]))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     assert await house.admin(renew("me")) == ["g.0/1"]
     await house.admin(cancel_rollout("g.0"))
     assert await house.admin(renew("me")) == []
@@ -125,11 +125,11 @@ async def test_a_cancelled_rollout_has_no_reward_and_its_controller_learns_of_it
     outcomes = [(rollout.outcome, rollout.reward) for rollout in await house.admin(list_rollouts("r"))]
     assert outcomes == [(Outcome.CANCELLED, None)] * 2
     assert (await house.admin(get_group("g"))).complete
-    assert await house.admin(claim("me", 5, 3)) == []
+    assert await house.admin(claim("r", "me", 5, 3)) == []
 
 
 async def test_a_claim_waits_for_work_and_gets_it_at_once(house):
-    waiting = asyncio.create_task(house.admin(claim("me", 4, 3, wait_s=10)))
+    waiting = asyncio.create_task(house.admin(claim("r", "me", 4, 3, wait_s=10)))
     await asyncio.sleep(0.2)
     assert not waiting.done()
     began = time.monotonic()
@@ -140,7 +140,7 @@ async def test_a_claim_waits_for_work_and_gets_it_at_once(house):
 
 async def test_two_controllers_never_get_the_same_attempt(house):
     await house.admin(create_groups([spec(n=20)]))
-    claims = await asyncio.gather(*(house.admin(claim(f"controller-{i}", 3, 3)) for i in range(10)))
+    claims = await asyncio.gather(*(house.admin(claim("r", f"controller-{i}", 3, 3)) for i in range(10)))
     rollouts = [attempt.rollout for claimed in claims for attempt in claimed]
     assert len(rollouts) == len(set(rollouts)) == 20
 
@@ -148,10 +148,10 @@ async def test_two_controllers_never_get_the_same_attempt(house):
 async def test_attempts_of_a_controller_that_stopped_renewing_are_queued_again(house, monkeypatch):
     monkeypatch.setattr(lifecycle, "LEASE_S", -1.0)
     await house.admin(create_groups([spec(n=1)]))
-    await house.admin(claim("gone", 1, 2))
+    await house.admin(claim("r", "gone", 1, 2))
     monkeypatch.setattr(lifecycle, "LEASE_S", 30.0)
     for _ in range(100):
-        if await house.admin(claim("here", 1, 2, wait_s=1)):
+        if await house.admin(claim("r", "here", 1, 2, wait_s=1)):
             break
     rollout = await house.admin(get_rollout("g.0"))
     assert (rollout.state, rollout.attempt) == (State.RUNNING, 2)
@@ -164,13 +164,13 @@ async def test_changes_are_told_once_each_from_a_cursor(house):
     assert await house.admin(list_changes("r", seen[-1].cursor)) == []
     waiting = asyncio.create_task(house.admin(list_changes("r", seen[-1].cursor, wait_s=10)))
     await asyncio.sleep(0.1)
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     assert [(change.id, change.state) for change in await waiting] == [("g.0", "running")]
 
 
 async def test_the_journal_and_the_records_outlive_a_restart(house):
     await house.admin(create_groups([spec()]))
-    await house.admin(claim("me", 1, 3))
+    await house.admin(claim("r", "me", 1, 3))
     before = await house.admin(list_changes("r", 0)), await house.admin(list_rollouts("r"))
     await house.restart()
     assert (await house.admin(list_changes("r", 0)), await house.admin(list_rollouts("r"))) == before
@@ -218,3 +218,13 @@ async def test_a_gateway_that_is_not_there_is_unreachable():
 
 async def test_events_of_an_unknown_rollout_are_an_empty_list(house):
     assert await house.admin(list_events("x")) == []
+
+
+async def test_a_controller_gets_the_rollouts_of_its_own_run_only(house):
+    """Two runs on one gateway have harnesses and evaluators of their own."""
+    for run in ("demo-1a2b3c", "demo-4d5e6f", "demolition"):
+        await house.admin(create_run(RunSpec(id=run, policy=str(house.policy))))
+        await house.admin(create_groups([GroupSpec(id=f"{run}.g", run=run, task={}, n=1)]))
+    assert [a.run for a in await house.admin(claim("demo-4d5e6f", "me", 9, 3))] == ["demo-4d5e6f"]
+    assert await house.admin(claim("demo-4d5e", "me", 9, 3)) == []
+    assert [a.run for a in await house.admin(claim("demo", "me", 9, 3))] == ["demo-1a2b3c"]

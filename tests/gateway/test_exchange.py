@@ -13,6 +13,7 @@ from texts import answer, ids, text
 from harnessed.client import (
     ApiError,
     append_event,
+    cancel_group,
     claim,
     end_attempt,
     get_rollout,
@@ -340,7 +341,7 @@ async def test_a_superseded_attempt_cannot_add_to_the_transcript(house):
     (old,) = await house.attempts()
     await say(house, old.key, [USER])
     await house.admin(end_attempt(old.rollout, 1, Ending(outcome=Outcome.INFRASTRUCTURE, reason="lost"), 3))
-    (new,) = await house.admin(claim("controller", 1, 3))
+    (new,) = await house.admin(claim("r", "controller", 1, 3))
     assert (new.rollout, new.attempt) == (old.rollout, 2)
     with pytest.raises(openai.PermissionDeniedError):
         await say(house, old.key, [USER])
@@ -429,3 +430,28 @@ async def test_many_attempts_at_once_do_not_mix(house):
     totals = await house.admin(get_totals("r"))
     assert totals.sampled_tokens == house.engine.sampled_tokens
     assert (totals.calls, totals.answers, totals.lost, totals.undelivered) == (48, 48, 0, 0)
+
+
+async def test_calls_that_come_while_a_rollout_is_cancelled_leave_nothing_open(house):
+    """The agent lives on for a moment: what it asks then is refused, or recorded before the rollout ends."""
+    house.engine.script = lambda prompt, call: Scripted(answer(f"answer {call}"), delay_s=0.05)
+    attempts = await house.attempts(6)
+
+    async def insist(attempt):
+        messages = [USER]
+        while True:
+            try:
+                reply = await say(house, attempt.key, messages)
+            except openai.PermissionDeniedError:
+                return
+            messages += [told(reply), USER]
+
+    agents = [asyncio.create_task(insist(attempt)) for attempt in attempts]
+    while len(house.engine.log) < 20:
+        await asyncio.sleep(0.01)
+    await house.admin(cancel_group("g"))
+    totals = await house.admin(get_totals("r"))
+    assert totals.sampled_tokens == house.engine.sampled_tokens
+    assert (totals.calls, totals.lost) == (totals.answers, 0)
+    await asyncio.gather(*agents)
+    assert (await house.admin(get_totals("r"))).calls == totals.calls

@@ -79,9 +79,10 @@ def compare(seen: Observation) -> Plan:
     )
 
 
-async def run_controller(config: Config, client: AsyncClient, folder: Path) -> None:
-    """Run rollouts until SIGTERM or SIGINT. Attempts live in `folder`. Returns when no process of them is left.
+async def run_controller(config: Config, client: AsyncClient, folder: Path, run: str) -> None:
+    """Run rollouts of `run` (an id, or the name that ids begin with) until SIGTERM or SIGINT.
 
+    Attempts live in `folder`. Returns when no process of them is left.
     Raises ConfigError or TemplateError if the harness or the evaluator does not start, ApiError if the gateway
     refuses the controller as such.
     """
@@ -101,7 +102,7 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path) -> N
         await asyncio.wait([opening, ending], return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             await opening
-            await Reconciler(config, client, runner, wake).run(stopping)
+            await Reconciler(config, client, runner, wake, run).run(stopping)
     finally:
         opening.cancel()
         ending.cancel()
@@ -112,7 +113,8 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path) -> N
 
 
 class Reconciler:
-    def __init__(self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event) -> None:
+    def __init__(self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event, run: str) -> None:
+        self._run = run
         self._config = config.controller
         self._client = client
         self._runner = runner
@@ -159,7 +161,7 @@ class Reconciler:
             self._runner.forget(name)
         self._report_all(plan.report)
         if plan.claim and self._claiming is None:
-            request = claim(self._owner, plan.claim, self._config.attempts, CLAIM_WAIT_S)
+            request = claim(self._run, self._owner, plan.claim, self._config.attempts, CLAIM_WAIT_S)
             self._claiming = self._begin(self._insist(request))
         if self._renewing is None and time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + RENEW_S

@@ -41,6 +41,7 @@ LONGEST_WAIT_S = 60.0
 
 
 class _Claim(Record):
+    run: str
     owner: str
     most: int
     attempts: int
@@ -122,10 +123,10 @@ class Api:
     async def cancel_group(self, request: Request) -> Response:
         group = request.path_params["group"]
         known = await self._store.read(lambda connection: lifecycle.get_group(connection, group))
-        await asyncio.gather(*(self._exchange.settle(f"{group}.{index}") for index in range(known.n)))
-        return _answer(
-            await self._store.write(lambda connection: lifecycle.cancel_group(connection, group, time.time()))
-        )
+        async with self._exchange.closing([f"{group}.{index}" for index in range(known.n)]):
+            return _answer(
+                await self._store.write(lambda connection: lifecycle.cancel_group(connection, group, time.time()))
+            )
 
     async def transcripts(self, request: Request) -> Response:
         group = request.path_params["group"]
@@ -146,10 +147,10 @@ class Api:
 
     async def cancel_rollout(self, request: Request) -> Response:
         rollout = request.path_params["rollout"]
-        await self._exchange.settle(rollout)
-        return _answer(
-            await self._store.write(lambda connection: lifecycle.cancel_rollout(connection, rollout, time.time()))
-        )
+        async with self._exchange.closing([rollout]):
+            return _answer(
+                await self._store.write(lambda connection: lifecycle.cancel_rollout(connection, rollout, time.time()))
+            )
 
     async def list_events(self, request: Request) -> Response:
         rollout = request.path_params["rollout"]
@@ -169,8 +170,8 @@ class Api:
         def end(connection: Connection) -> Rollout:
             return lifecycle.end_attempt(connection, rollout, attempt, ending, ending.attempts, time.time())
 
-        await self._exchange.settle(rollout)
-        return _answer(await self._store.write(end))
+        async with self._exchange.closing([rollout]):
+            return _answer(await self._store.write(end))
 
     async def claim(self, request: Request) -> Response:
         """Waits for the first queued rollout: a slot that is free starts work as soon as there is some."""
@@ -181,7 +182,9 @@ class Api:
             if await request.is_disconnected():  # nobody would run what is claimed
                 return _answer([])
             claimed = await self._store.write(
-                lambda connection: lifecycle.claim(connection, wanted.owner, wanted.most, wanted.attempts, time.time())
+                lambda connection: lifecycle.claim(
+                    connection, wanted.run, wanted.owner, wanted.most, wanted.attempts, time.time()
+                )
             )
             if claimed or not await _set_before(changed, deadline):
                 break

@@ -81,5 +81,7 @@ async def _expire(store: Store, exchange: Exchange) -> None:
     """Take attempts from controllers that no longer renew."""
     while True:
         await asyncio.sleep(_EXPIRY_S)
-        for rollout in await store.write(lambda connection: lifecycle.expire(connection, time.time())):
-            await exchange.settle(rollout)
+        overdue = await store.read(lambda connection: lifecycle.overdue(connection, time.time()))
+        if overdue:
+            async with exchange.closing(overdue):
+                await store.write(lambda connection: lifecycle.expire(connection, time.time()))

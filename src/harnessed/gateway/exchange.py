@@ -6,10 +6,13 @@ comes back with the same request gets the answer that was made for it.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
 from array import array
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,8 +78,6 @@ class Session:
     next_number: int
     """Of the next node; handed out in the order in which writes are queued."""
     pending: dict[Digest, list[Pending]] = field(default_factory=dict)
-    closing: bool = False
-    """The attempt is about to be ended."""
 
 
 class Exchange:
@@ -89,6 +90,8 @@ class Exchange:
         self._sessions: dict[AttemptId, Session] = {}
         self._loading: dict[AttemptId, asyncio.Lock] = {}
         self._templates: dict[str, ChatTemplate] = {}
+        self._closing: Counter[str] = Counter()
+        """Rollouts whose attempt is being ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -113,15 +116,23 @@ class Exchange:
             self._templates[folder] = ChatTemplate(Path(folder))
         return self._templates[folder]
 
-    async def settle(self, rollout: str) -> None:
-        """Before a rollout's attempt is ended: refuse its further calls, and let what the engine generates for it be
-        recorded, so that the books hold every token. An engine that takes longer than SETTLE_LIMIT_S is left behind."""
-        for session in [session for attempt, session in self._sessions.items() if attempt[0] == rollout]:
-            session.closing = True
-            tasks = {pending.task for waiting in session.pending.values() for pending in waiting}
-            if tasks:
+    @contextlib.asynccontextmanager
+    async def closing(self, rollouts: Sequence[str]) -> AsyncIterator[None]:
+        """Around the end of attempts: their further calls are refused, and what the engine still generates for
+        them is recorded first, so that the books hold every token. An engine that takes longer than SETTLE_LIMIT_S is
+        left behind."""
+        self._closing.update(rollouts)
+        try:
+            sessions = [session for attempt, session in self._sessions.items() if attempt[0] in self._closing]
+            calls = (pending for session in sessions for waiting in session.pending.values() for pending in waiting)
+            if tasks := {pending.task for pending in calls}:
                 await asyncio.wait(tasks, timeout=SETTLE_LIMIT_S)
-            self._forget(session)
+            yield
+        finally:
+            self._closing.subtract(rollouts)
+            self._closing += Counter()
+            for attempt in [attempt for attempt in self._sessions if attempt[0] in set(rollouts)]:
+                del self._sessions[attempt]
 
     def _forget(self, session: Session) -> None:
         self._sessions.pop(session.attempt, None)
@@ -180,7 +191,7 @@ class Exchange:
 
     def _begin(self, session: Session, turn: Turn, place: Place) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
-        if session.closing:
+        if session.attempt[0] in self._closing:
             raise _ended(session.attempt)
         if session.calls >= session.limits.calls:
             self._refuse_over_budget(session, f"the limit of {session.limits.calls} calls was reached")

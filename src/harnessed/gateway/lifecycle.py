@@ -7,7 +7,7 @@ only from the state that it expects, and writes what changed to the journal. Cal
 
 from typing import Any, cast
 
-from sqlalchemy import Connection, RowMapping, and_, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, and_, func, insert, or_, select, update
 
 from harnessed.gateway.store import attempts, changes, engines, events, groups, journal, rollouts, runs
 from harnessed.records import (
@@ -120,12 +120,17 @@ def members(connection: Connection, group: str) -> list[Rollout]:
     return [Rollout.model_validate(dict(row)) for row in connection.execute(query).mappings()]
 
 
-def claim(connection: Connection, owner: str, most: int, tries: int, now: float) -> list[tuple[Rollout, Task]]:
-    """Start the next attempt of up to `most` queued rollouts, oldest first; each comes with its task."""
+def claim(
+    connection: Connection, run: str, owner: str, most: int, tries: int, now: float
+) -> list[tuple[Rollout, Task]]:
+    """Start the next attempt of up to `most` queued rollouts of the runs of that id or name, oldest first.
+
+    Each comes with its task.
+    """
     query = (
         select(rollouts, groups.c.task)
         .join(groups, groups.c.id == rollouts.c.group)
-        .where(rollouts.c.state == State.QUEUED)
+        .where(and_(rollouts.c.state == State.QUEUED, or_(rollouts.c.run == run, rollouts.c.run.startswith(f"{run}-"))))
         .order_by(rollouts.c.created, rollouts.c.group, rollouts.c.index)
         .limit(most)
     )
@@ -195,17 +200,18 @@ def _outcome(ending: Ending, fault: str) -> tuple[Outcome, str]:
     return (Outcome.BUDGET if kind == "budget" else Outcome.INFRASTRUCTURE), f"{what}; then {ending.reason}"
 
 
-def expire(connection: Connection, now: float) -> list[str]:
-    """Attempts whose controller is gone make room for the next attempt, or end their rollout by infrastructure.
+def overdue(connection: Connection, now: float) -> list[str]:
+    """Rollouts whose controller has stopped renewing."""
+    query = select(attempts.c.rollout).where(and_(attempts.c.live, attempts.c.lease_until < now))
+    return list(connection.execute(query).scalars())
 
-    Returns the rollouts whose attempt was ended.
-    """
-    overdue = select(attempts).where(and_(attempts.c.live, attempts.c.lease_until < now))
-    found = connection.execute(overdue).mappings().all()
-    for attempt in found:
+
+def expire(connection: Connection, now: float) -> None:
+    """Attempts whose controller is gone make room for the next attempt, or end their rollout by infrastructure."""
+    gone = select(attempts).where(and_(attempts.c.live, attempts.c.lease_until < now))
+    for attempt in connection.execute(gone).mappings().all():
         ending = Ending(outcome=Outcome.INFRASTRUCTURE, reason=f"controller {attempt['owner']} stopped renewing")
         end_attempt(connection, attempt["rollout"], attempt["number"], ending, attempt["tries"], now)
-    return [attempt["rollout"] for attempt in found]
 
 
 def cancel_rollout(connection: Connection, id: str, now: float) -> Rollout:

@@ -16,8 +16,9 @@ from harnessed import config
 HEAD = """# Configuration
 
 `harnessed train my.yaml trainer.steps=5` reads `my.yaml` and overrides one setting. Relative paths are relative to the
-configuration file (those of overrides to the current folder); `module:function` names a function in a module that lies
-beside the file or is installed. A name that does not exist is an error that names the nearest one.
+configuration file, those of overrides to the current folder (task files always to the configuration file);
+`module:function` names a function in a module that lies beside the file or is installed. A name that does not exist is
+an error that names the nearest one.
 
 This page is made from `src/harnessed/config.py` by `make docs`.
 """

@@ -19,11 +19,11 @@ def test_the_page_works_as_written(tmp_path):
         (tmp_path / name).write_text(content)
     (command,) = re.findall(r"^harnessed train .*$", page, re.M)
     model = add_model(make_policy(tmp_path / "model"))
-    scripts = Path(sys.executable).parent
+    harnessed = Path(sys.executable).with_name("harnessed")
     result = subprocess.run(
-        shlex.split(command.replace("/models/mine", str(model))),
+        shlex.split(command.replace("/models/mine", str(model)).replace("harnessed", str(harnessed), 1)),
         cwd=tmp_path,
-        env={"PATH": f"{scripts}:{os.environ['PATH']}", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -7,6 +7,7 @@ trainer's and the engine's process only, and harness packages by the controller'
 import argparse
 import asyncio
 import importlib.util
+import itertools
 import json
 import socket
 import sys
@@ -19,7 +20,7 @@ from harnessed import browse, services
 from harnessed.client import ApiError, AsyncClient, Client, Unreachable
 from harnessed.config import Config, ConfigError, load
 from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key
-from harnessed.training.watch import Stalled
+from harnessed.training.failures import RunFailed
 
 
 def main() -> NoReturn:
@@ -29,7 +30,7 @@ def main() -> NoReturn:
     except ConfigError as error:
         _say(str(error))
         sys.exit(2)
-    except (services.ServiceDied, Stalled, Unreachable, ApiError) as error:
+    except (services.ServiceDied, RunFailed, Unreachable, ApiError) as error:
         _say(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
@@ -75,20 +76,24 @@ def _with_config(run: Callable[[Config, argparse.Namespace], int]) -> Callable[[
 
 def train(config: Config, arguments: argparse.Namespace) -> int:
     _need_torch("train")
-    from harnessed.training.tasks import stream, take
+    from harnessed.training.tasks import check_hidden, stream, take
 
+    if config.engine.url is not None and config.engine.weights is None:
+        raise ConfigError("engine.url names a running engine: set engine.weights to the folder that both of them map")
     base, seed = arguments.config.resolve().parent, config.run.seed
     train_tasks = stream(config.tasks.train, base, seed, shuffle=True)
+    first = take(train_tasks, config.trainer.groups_per_step, "tasks.train")
     held_out = take(stream(config.tasks.held_out, base, seed, shuffle=False), config.evaluation.tasks, "tasks.held_out")
+    check_hidden(config.tasks.hidden, [*first, *held_out])
     with Run(config, arguments.config, arguments.overrides) as run:
-        run.start(weights=run.folder / "policy")
+        weights = config.engine.weights or run.folder / "policy"
+        print("starting gateway, engine and controller ...", flush=True)
+        run.start(weights)
         from harnessed.training.backends.local import LocalBackend
         from harnessed.training.display import Display
         from harnessed.training.trainer import Trainer
 
-        backend = LocalBackend(
-            config.policy.model, run.folder / "policy", config.trainer.optimiser, threads=config.trainer.threads
-        )
+        backend = LocalBackend(config.policy.model, weights, config.trainer.optimiser, threads=config.trainer.threads)
         run.wait_for_engine()
         watch = run.watch()
         with Display(config.trainer.steps, lambda: watch.counts) as display:
@@ -101,7 +106,7 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
                 backend,
                 run.rollouts(watch, display.tick),
                 display,
-                train_tasks,
+                itertools.chain(first, train_tasks),
                 held_out,
             )
             summary = trainer.run()
@@ -137,7 +142,10 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
             )
     (run.folder / "evaluation.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
     greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
-    display.note(f"held-out success {result.success:.3f} ({result.rollouts} tasks, {result.failed} failed{greedy})")
+    unjudged = f", {result.unjudged} without a reward" if result.unjudged else ""
+    display.note(f"held-out success {result.success:.3f} ({result.rollouts} tasks{unjudged}{greedy})")
+    if result.complaint:
+        display.note(result.complaint)
     display.note(f"run folder: {run.folder}")
     return 0
 
@@ -184,7 +192,7 @@ def serve_engine(config: Config, arguments: argparse.Namespace) -> int:
     if not arguments.owner:
         _say(f"engine on {services.url_of(listener)}")
     try:
-        serve(listener, config.policy.model, arguments.weights, config.engine)
+        serve(listener, config.policy.model, arguments.weights or config.engine.weights, config.engine)
     except (StartError, WeightsError) as error:
         raise ConfigError(str(error)) from error
     return 0
@@ -206,7 +214,7 @@ def _service_folder(config: Config, arguments: argparse.Namespace) -> Path:
 
 def _need_torch(command: str) -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"`harnessed {command}` needs torch: pip install 'harnessed[train]'")
+        raise ConfigError(f"`harnessed {command}` needs torch: pip install -e '.[train]' in its folder")
 
 
 def _say(text: str) -> None:

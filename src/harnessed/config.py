@@ -32,13 +32,13 @@ ConfigPath = Annotated[Path, AfterValidator(_beside_the_configuration)]
 """A path that is relative to the configuration file's folder."""
 
 
-def _fill_here(command: list[str], info: ValidationInfo) -> list[str]:
+def _fill_places(command: list[str], info: ValidationInfo) -> list[str]:
     base: Path = (info.context or {}).get("base", Path.cwd())
-    return [word.replace("{here}", str(base)) for word in command]
+    return [word.replace("{here}", str(base)).replace("{python}", sys.executable) for word in command]
 
 
-Command = Annotated[list[str], AfterValidator(_fill_here)]
-"""A program and its arguments; `{here}` is the configuration file's folder."""
+Command = Annotated[list[str], AfterValidator(_fill_places)]
+"""A program and its arguments; `{here}` is the configuration file's folder, `{python}` the interpreter that runs us."""
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """`module:function`; the module may lie beside the configuration file."""
@@ -75,7 +75,7 @@ class Harness(Settings):
     """kind `python`: called with the task in a process of its own. What it returns is kept as result.json."""
     command: Command | None = None
     """kind `command`: program and arguments, run in the workspace. Filled in: `{prompt}`, `{task}` (a JSON file),
-    `{folder}` (the attempt's), `{here}` (the configuration's)."""
+    `{folder}` (the attempt's), `{here}` (the configuration's), `{python}` (the interpreter that runs Harnessed)."""
     config: ConfigPath | None = None
     """kind `mini-swe-agent`: the harness's own YAML."""
     environment: dict[str, str] = {}
@@ -144,6 +144,8 @@ class Controller(Settings):
 class EngineSettings(Settings):
     url: str | None = None
     """A running engine to use; none: the run starts the small one of this project."""
+    weights: ConfigPath | None = None
+    """Folder of the weights that the trainer writes and a running engine reads; needed to train with `engine.url`."""
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     threads: int = Field(1, ge=1)
@@ -211,8 +213,8 @@ class Config(Settings):
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a configuration and apply overrides such as `trainer.steps=5` (values are YAML).
 
-    Paths in overrides are relative to the current folder, as a shell user expects. The configuration's folder becomes
-    importable. Raises ConfigError.
+    Paths in overrides are relative to the current folder, as a shell user expects; task files and modules are found
+    beside the configuration, whose folder becomes importable. Raises ConfigError.
     """
     tree = _read_yaml(path)
     for override in overrides or []:

@@ -24,7 +24,7 @@ class Outcome(StrEnum):
     """The harness ended with a non-zero status or an exception."""
     AGENT_TIMEOUT = "agent_timeout"
     BUDGET = "budget"
-    """The attempt failed after a limit (calls, tokens, context) had refused one of its calls."""
+    """The attempt failed after a limit (calls, context) had refused one of its calls."""
     INFRASTRUCTURE = "infrastructure"
     """Not the agent's fault: engine, controller, evaluator or machine. Never a reward of 0."""
     CANCELLED = "cancelled"

@@ -47,12 +47,12 @@ class Run:
         self._config = config
         self._arguments = [str(path.resolve()), *overrides]
         _check(config)
-        self.folder = _new_folder(config)
         self.id = f"{config.run.name}-{secrets.token_hex(3)}"
-        self._services = Services(self.folder / "logs")
         gateway, engine = config.gateway, config.engine
         self.gateway_url, self._gateway_socket = _place(gateway.url, gateway.host, gateway.port, "gateway.port")
         self.engine_url, self._engine_socket = _place(engine.url, engine.host, engine.port, "engine.port")
+        self.folder = _new_folder(config)  # the last check, for it makes the folder
+        self._services = Services(self.folder / "logs")
         self.gateway: Client
 
     def __enter__(self) -> Self:
@@ -68,8 +68,8 @@ class Run:
         Raises services.ServiceDied, client.ApiError, client.Unreachable.
         """
         config = self._config
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        used = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        (self.folder / "config.yaml").write_text(f"# As it was used; it came from {self._arguments[0]}.\n{used}")
         options = ["--folder", str(self.folder)]
         if config.gateway.url is None:
             os.environ[ADMIN_KEY_VARIABLE] = Keyring.from_file(self.folder / SECRET).sign(ADMIN)
@@ -110,6 +110,8 @@ def _check(config: Config) -> None:
         model = json.loads((config.policy.model / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"policy.model: cannot read config.json in {config.policy.model}: {error}") from None
+    if not any(config.policy.model.glob("*.safetensors")):
+        raise ConfigError(f"policy.model: {config.policy.model} holds no weights (*.safetensors)")
     context = model.get("max_position_embeddings")
     if context and config.limits.context > context:
         raise ConfigError(f"limits.context is {config.limits.context}, but the policy takes {context} tokens at most")
@@ -123,6 +125,10 @@ def _new_folder(config: Config) -> Path:
     folder = config.run.folder or Path.cwd() / "runs" / f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"run.folder: {folder} is not empty; name another one, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.folder: cannot make {folder}: {error.strerror}") from None
     return folder
 
 

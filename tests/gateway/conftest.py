@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator
 
 import openai
 import pytest
-import uvicorn
 from policies import make_policy
 from scripted_engine import ScriptedEngine
 from texts import answer
 
 from harnessed.client import AsyncClient, claim, create_groups, create_run, get_transcripts, register_engine
 from harnessed.config import Gateway
-from harnessed.gateway.app import gateway
+from harnessed.gateway.app import Server, gateway
 from harnessed.gateway.keys import ADMIN, Keyring
 from harnessed.records import Assignment, EngineSpec, GroupSpec, Limits, RunSpec, Sampling
 
@@ -34,9 +33,7 @@ class House:
 
     async def start(self) -> None:
         application = await self._stack.enter_async_context(gateway(self.folder, Gateway(generation_limit_s=20)))
-        config = uvicorn.Config(application, lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None
+        server = Server(application)
         server.capture_signals = contextlib.nullcontext
         serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))
 

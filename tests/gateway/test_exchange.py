@@ -400,6 +400,8 @@ async def test_a_key_in_the_path_or_in_another_header_serves_as_well(house):
         (b'{"messages": [{"content": "x"}]}', "role"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stream": true}', "stream"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["a"]}', "stop"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "tool_choice"),
+        (b'{"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}', "response_format"),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "`n`"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "max_tokens"),
     ],

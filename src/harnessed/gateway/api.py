@@ -64,6 +64,12 @@ class Api:
         self._engines = engines
         self._exchange = exchange
         self._keyring = keyring
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Let long-polls answer now: the gateway is about to end."""
+        self._stopping = True
+        self._store.wake()
 
     def routes(self) -> list[Route]:
         return [
@@ -186,7 +192,7 @@ class Api:
                     connection, wanted.run, wanted.owner, wanted.most, wanted.attempts, time.time()
                 )
             )
-            if claimed or not await _set_before(changed, deadline):
+            if claimed or self._stopping or not await _set_before(changed, deadline):
                 break
         return _answer([self._assignment(rollout, task) for rollout, task in claimed])
 
@@ -207,7 +213,7 @@ class Api:
         while True:
             changed = self._store.next_change()
             found = await self._store.read(lambda connection: lifecycle.list_changes(connection, run, after))
-            if found or not await _set_before(changed, deadline):
+            if found or self._stopping or not await _set_before(changed, deadline):
                 return _answer(found)
 
     def _assignment(self, rollout: Rollout, task: dict[str, Any]) -> Assignment:

@@ -34,21 +34,32 @@ def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
 
     async def run() -> None:
         async with gateway(folder, settings) as application:
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    application,
-                    http="httptools",
-                    ws="none",
-                    lifespan="off",
-                    access_log=False,
-                    log_level="warning",
-                    timeout_keep_alive=KEEP_ALIVE_S,
-                    timeout_graceful_shutdown=SHUTDOWN_S,
-                )
-            )
-            await server.serve(sockets=[listener])
+            await Server(application).serve(sockets=[listener])
 
     uvloop.run(run())
+
+
+class Server(uvicorn.Server):
+    """Lets long-polls answer before it waits for connections to end."""
+
+    def __init__(self, application: Starlette) -> None:
+        super().__init__(
+            uvicorn.Config(
+                application,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_level="warning",
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        self._application = application
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._application.state.stop()
+        await super().shutdown(sockets)
 
 
 @contextlib.asynccontextmanager
@@ -64,13 +75,15 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
     api = Api(store, engines, exchange, keyring)
     expiry = asyncio.create_task(_expire(store, exchange))
     try:
-        yield Starlette(
+        application = Starlette(
             routes=[
                 Route("/v1/chat/completions", exchange, methods=["POST"]),
                 Route("/a/{key}/v1/chat/completions", exchange, methods=["POST"]),
                 *api.routes(),
             ]
         )
+        application.state.stop = api.stop
+        yield application
     finally:
         expiry.cancel()
         await engines.close()

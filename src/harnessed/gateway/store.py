@@ -205,6 +205,11 @@ class Store:
         """Set when the journal grows. Take it before reading the journal, so that nothing falls between."""
         return self._changed
 
+    def wake(self) -> None:
+        """Let who waits for a change look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def close(self) -> None:
         """Commit what is queued and close the database."""
         self._queue.put(None)
@@ -245,8 +250,7 @@ class Store:
                 else:
                     future.set_result(result)
         if wake:
-            self._changed.set()
-            self._changed = asyncio.Event()
+            self.wake()
 
 
 def journal(connection: Connection, kind: ChangeKind, id: str, run: str, state: str) -> None:

@@ -118,11 +118,17 @@ def _read_tokenizer(folder: Path) -> Any:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has no tokenizer.json: save the policy with a fast tokenizer")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # noqa: BLE001  # the package raises nothing more special
+        raise ConfigError(f"{path} is no tokenizer: {error}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = orjson.loads(path.read_bytes()) if path.is_file() else {}
+    try:
+        settings: dict[str, Any] = orjson.loads(path.read_bytes()) if path.is_file() else {}
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     return settings
 
 

@@ -75,9 +75,11 @@ class Display:
             self.note(f"step {metrics['step']:>4}/{self._steps}  {'  '.join(facts)}")
 
     def held_out(self, label: str, result: HeldOut) -> None:
-        greedy = f", greedy {result.greedy:.2f}" if result.greedy is not None else ""
-        failed = f", {result.failed} without a reward" if result.failed else ""
-        self._held_out = f"{result.success:.3f} {label} training ({result.rollouts} tasks{greedy}{failed})"
+        greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
+        unjudged = f", {result.unjudged} without a reward" if result.unjudged else ""
+        self._held_out = f"{_number(result.success)} {label} training ({result.rollouts} tasks{greedy}{unjudged})"
+        if result.complaint:
+            self.note(f"held-out tasks: {result.complaint}")
         if not self._live:
             self.note(f"held-out success {self._held_out}")
 

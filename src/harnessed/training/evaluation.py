@@ -4,7 +4,8 @@ import math
 
 from harnessed.config import Evaluation
 from harnessed.records import Purpose, Sampling, Task, Transcript
-from harnessed.training.report import HeldOut, Report
+from harnessed.training.failures import NothingMeasured
+from harnessed.training.report import HeldOut, Report, complaint
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import build
 
@@ -12,7 +13,10 @@ from harnessed.training.samples import build
 def evaluate(
     rollouts: Rollouts, report: Report, tasks: list[Task], settings: Evaluation, sampling: Sampling, label: str
 ) -> HeldOut:
-    """Run the held-out tasks once as in training, and the first `greedy_tasks` greedily as well."""
+    """Run the held-out tasks once as in training, and the first `greedy_tasks` greedily as well.
+
+    Raises NothingMeasured: a number that measures a broken set-up is worse than none.
+    """
     greedy_tasks = tasks[: settings.greedy_tasks]
     greedy = sampling.model_copy(update={"temperature": 0.0})
     specs = [
@@ -20,14 +24,19 @@ def evaluate(
         *rollouts.specs(f"{label}-greedy", greedy_tasks, 1, Purpose.EVALUATION, greedy, "held-out"),
     ]
     transcripts = [transcript for group in rollouts.collect(specs) for transcript in group]
-    for transcript in transcripts:
-        report.transcript(transcript, build(transcript).fates, step=None)
+    for transcript, spec in zip(transcripts, specs, strict=True):
+        report.transcript(transcript, spec.task, build(transcript).fates, step=None)
+    rollouts.close()
     sampled = _rewards(transcripts[: len(tasks)])
+    wrong = complaint(transcripts)
+    if not sampled or (wrong and not any(attempt.nodes for each in transcripts for attempt in each.attempts)):
+        raise NothingMeasured(f"the held-out tasks measured nothing: {wrong}")
     return HeldOut(
         success=_mean(sampled),
-        greedy=_mean(_rewards(transcripts[len(tasks) :])) if greedy_tasks else None,
+        greedy=_mean(_rewards(transcripts[len(tasks) :])),
         rollouts=len(tasks),
-        failed=len(tasks) - len(sampled),
+        unjudged=len(tasks) - len(sampled),
+        complaint=wrong,
     )
 
 
@@ -35,5 +44,5 @@ def _rewards(transcripts: list[Transcript]) -> list[float]:
     return [each.rollout.reward for each in transcripts if each.rollout.reward is not None]
 
 
-def _mean(rewards: list[float]) -> float:
-    return math.fsum(rewards) / len(rewards) if rewards else math.nan
+def _mean(rewards: list[float]) -> float | None:
+    return math.fsum(rewards) / len(rewards) if rewards else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from harnessed.records import Attempt, Transcript
+from harnessed.records import Attempt, Outcome, Task, Transcript
 from harnessed.training.samples import Fates, path_to
 
 
@@ -19,13 +19,15 @@ from harnessed.training.samples import Fates, path_to
 class HeldOut:
     """Result of the held-out tasks."""
 
-    success: float
-    """Mean reward over the rollouts that were judged."""
+    success: float | None
+    """Mean reward over the rollouts that were judged; None: none was."""
     greedy: float | None
     """The same for the greedy ones; None: none were asked for."""
     rollouts: int
-    failed: int
+    unjudged: int
     """Rollouts without a reward (infrastructure); they are not in the mean."""
+    complaint: str
+    """One line about rollouts that did not end ok; empty if all did."""
 
 
 @dataclass(slots=True)
@@ -67,21 +69,29 @@ class Report:
         self.fates: Fates = Counter()
         """Of every rollout that was written."""
         self.outcomes: Counter[str] = Counter()
+        self._written: set[str] = set()
 
     def metrics(self, metrics: dict[str, Any]) -> None:
         self._append("metrics.jsonl", metrics)
 
-    def transcript(self, transcript: Transcript, fates: Fates, step: int | None) -> None:
-        """Take the final fates of a rollout into the books, and keep its conversations for people."""
-        self.fates += fates
-        self.outcomes[transcript.rollout.outcome or "unfinished"] += 1
+    def transcript(self, transcript: Transcript, task: Task, fates: Fates, step: int | None) -> None:
+        """Take the final fates of a rollout into the books, and keep its conversations for people.
+
+        Once for each rollout: a run that is interrupted while it writes does not count one twice.
+        """
         rollout = transcript.rollout
+        if rollout.id in self._written:
+            return
+        self._written.add(rollout.id)
+        self.fates += fates
+        self.outcomes[rollout.outcome or "unfinished"] += 1
         self._append(
             "transcripts.jsonl",
             {
                 "rollout": rollout.id,
                 "step": step,
                 "purpose": rollout.purpose,
+                "task": task,
                 "outcome": rollout.outcome,
                 "reason": rollout.reason,
                 "reward": rollout.reward,
@@ -99,6 +109,15 @@ class Report:
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with (self._folder / name).open("ab") as file:
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+
+
+def complaint(transcripts: list[Transcript]) -> str:
+    """One line about rollouts that did not end ok, with the most frequent reason; empty if all did."""
+    wrong = [each.rollout for each in transcripts if each.rollout.outcome != Outcome.OK]
+    if not wrong:
+        return ""
+    reason, _ = Counter(f"{rollout.outcome}: {rollout.reason}" for rollout in wrong).most_common(1)[0]
+    return f"{len(wrong)} of {len(transcripts)} rollouts went wrong; most often {reason[:300]}"
 
 
 def conversations(attempt: Attempt) -> list[list[dict[str, Any]]]:

@@ -19,8 +19,8 @@ class Rollouts:
         self._seed = seed
         self._watch = watch
         self._tick = tick
-        self.open: list[str] = []
-        """Groups that were created and not yet collected."""
+        self.open: list[GroupSpec] = []
+        """Groups that were created and whose rollouts are not in the books yet."""
 
     def specs(
         self, label: str, tasks: list[Task], n: int, purpose: Purpose, sampling: Sampling, draws: str
@@ -40,22 +40,26 @@ class Rollouts:
         ]
 
     def collect(self, specs: list[GroupSpec]) -> list[list[Transcript]]:
-        """Queue the groups, wait until all are complete, and read them. Raises watch.Stalled."""
+        """Queue the groups, wait until all are complete, and read them. Raises failures.Stalled.
+
+        They are open until `close`, so that an interruption finds them.
+        """
         ids = [spec.id for spec in specs]
-        self.open = ids
+        self.open = specs
         for part in _parts(specs):
             self._gateway(create_groups(part))
         self._watch.until_complete(ids, self._tick)
-        transcripts = [self._gateway(get_transcripts(id)) for id in ids]
-        self.open = []
-        return transcripts
+        return [self._gateway(get_transcripts(id)) for id in ids]
 
-    def give_up(self) -> list[Transcript]:
-        """Cancel what is open; the transcripts of its rollouts."""
-        groups, self.open = self.open, []
-        for group in groups:
-            self._gateway(cancel_group(group))
-        return [transcript for group in groups for transcript in self._gateway(get_transcripts(group))]
+    def close(self) -> None:
+        """What was collected is in the books."""
+        self.open = []
+
+    def give_up(self) -> list[tuple[Transcript, Task]]:
+        """Cancel what is open; the transcripts of its rollouts, with their tasks."""
+        for spec in self.open:
+            self._gateway(cancel_group(spec.id))
+        return [(each, spec.task) for spec in self.open for each in self._gateway(get_transcripts(spec.id))]
 
 
 def _parts(specs: list[GroupSpec]) -> list[list[GroupSpec]]:

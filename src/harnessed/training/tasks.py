@@ -22,7 +22,7 @@ def stream(source: str, base: Path, seed: int, *, shuffle: bool) -> Iterator[Tas
     `shuffle`: a file's tasks come in a new order each time, which the seed decides. Raises ConfigError.
     """
     if _FUNCTION.fullmatch(source):
-        return iter(_function(source)(seed))
+        return _call(source, seed)
     return _repeat(_read(base / source), seed, shuffle)
 
 
@@ -37,12 +37,30 @@ def take(tasks: Iterator[Task], n: int, setting: str) -> list[Task]:
     return taken
 
 
+def check_hidden(hidden: list[str], tasks: list[Task]) -> None:
+    """A field that no task has is a misspelt one, and what it should hide is not hidden. Raises ConfigError."""
+    for field in hidden:
+        if not any(field in task for task in tasks):
+            known = ", ".join(sorted({name for task in tasks for name in task}))
+            raise ConfigError(f"tasks.hidden: no task has a field {field!r}; they have {known}")
+
+
+def _call(source: str, seed: int) -> Iterator[Task]:
+    function = _function(source)
+    try:
+        yield from function(seed)
+    except Exception as error:  # whatever the user's function raises, its message is what the user needs
+        raise ConfigError(f"tasks: {source} failed: {type(error).__name__}: {error}") from error
+
+
 def _function(source: str) -> Any:
     module, _, name = source.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"tasks: no module {error.name} for {source}; put it beside the configuration") from None
+    except SyntaxError as error:
+        raise ConfigError(f"tasks: {source}: {error}") from None
     except AttributeError:
         raise ConfigError(f"tasks: module {module} has no function {name}") from None
 

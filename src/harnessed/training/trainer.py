@@ -5,6 +5,8 @@ function of values (samples, advantages, micro-batches) or one of the three thin
 engine's pause, the backend's update.
 """
 
+import contextlib
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,13 +17,14 @@ from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
-from harnessed.records import Fate, Purpose, Task, Transcript
+from harnessed.records import Fate, Purpose, Task, Version
 from harnessed.training.advantages import all_equal, group_relative
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import micro_batches
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
-from harnessed.training.report import HeldOut, Report, Summary
+from harnessed.training.failures import WrongVersion
+from harnessed.training.report import HeldOut, Report, Summary, complaint
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Sample, build
 from harnessed.training.tasks import take
@@ -37,6 +40,19 @@ class Taken:
     samples: list[Sample]
     advantages: list[float]
     groups: int
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the end of the block: half of the books is no books."""
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if arrived:
+        raise KeyboardInterrupt
 
 
 class Trainer:
@@ -70,6 +86,8 @@ class Trainer:
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []
         self._steps = 0
+        self._saved = 0
+        """Step of the last checkpoint."""
         self._before: HeldOut | None = None
         self._after: HeldOut | None = None
 
@@ -85,6 +103,8 @@ class Trainer:
             interrupted = True
             self._display.phase("stopping")
             self._give_up()
+            if self._steps and self._backend.whole and self._steps != self._saved:
+                self._checkpoint(self._steps)
         summary = self._summary(interrupted)
         self._report.summary(summary)
         return summary
@@ -106,12 +126,15 @@ class Trainer:
         samples = [[build(transcript) for transcript in group] for group in groups]
         taken = select(samples, normalise=settings.objective.normalise_deviation)
         rows = [row for sample in taken.samples for row in sample.rows]
+        self._check_versions(taken)
         update = self._update(taken)
-        self._consumed += [spec.id for spec in specs]
-        self._steps = number
-        for group, group_samples in zip(groups, samples, strict=True):
-            for transcript, sample in zip(group, group_samples, strict=True):
-                self._report.transcript(transcript, sample.fates, number)
+        with uninterrupted():
+            self._consumed += [spec.id for spec in specs]
+            self._steps = number
+            for spec, group, group_samples in zip(specs, groups, samples, strict=True):
+                for transcript, sample in zip(group, group_samples, strict=True):
+                    self._report.transcript(transcript, spec.task, sample.fates, number)
+            self._rollouts.close()
 
         metrics = self._metrics(number, samples, taken, update)
         metrics["rows_per_rollout"] = len(rows) / max(len(taken.samples), 1)
@@ -119,9 +142,20 @@ class Trainer:
         metrics["seconds"] = time.monotonic() - started
         metrics["tokens_per_second"] = metrics["sampled_tokens"] / metrics["seconds"]
         self._report.metrics(metrics)
-        self._display.metrics(metrics, _complaint([transcript for group in groups for transcript in group]))
+        self._display.metrics(metrics, complaint([transcript for group in groups for transcript in group]))
         if number % settings.checkpoint_every == 0 or number == settings.steps:
             self._checkpoint(number)
+
+    def _check_versions(self, taken: Taken) -> None:
+        """In a synchronous run every token is sampled by the weights that it trains."""
+        current = self._backend.version.pack()
+        served = {int(version) for sample in taken.samples for row in sample.rows for version in row.versions} - {-1}
+        if served - {current}:
+            others = ", ".join(".".join(map(str, Version.unpack(version))) for version in sorted(served - {current}))
+            raise WrongVersion(
+                f"the engine answered with version {others} of the policy where the trainer has written "
+                f"{'.'.join(map(str, self._backend.version))}; does it map the folder that engine.weights names?"
+            )
 
     def _update(self, taken: Taken) -> Update | None:
         """One optimiser step while the engine stands still; None if no group had a signal."""
@@ -175,6 +209,7 @@ class Trainer:
         folder = self._folder / "checkpoints" / f"step-{number:05d}"
         notes = {"step": number, "version": list(self._backend.version), "groups": self._consumed}
         self._backend.save(folder, notes)
+        self._saved = number
         self._checkpoints.append(folder)
         for old in self._checkpoints[: -self._config.trainer.keep_checkpoints]:
             rmtree(old)
@@ -182,10 +217,10 @@ class Trainer:
 
     def _give_up(self) -> None:
         """Close the books of rollouts that will not be trained."""
-        for transcript in self._rollouts.give_up():
+        for transcript, task in self._rollouts.give_up():
             sample = build(transcript)
             sample.give_up(Fate.GROUP_INCOMPLETE)
-            self._report.transcript(transcript, sample.fates, self._steps + 1)
+            self._report.transcript(transcript, task, sample.fates, self._steps + 1)
 
     def _summary(self, interrupted: bool) -> Summary:
         totals = self._gateway(get_totals(self._run))
@@ -227,11 +262,3 @@ def select(groups: list[list[Sample]], *, normalise: bool) -> Taken:
         advantages += group_relative(rewards, normalise=normalise)
         count += 1
     return Taken(taken, advantages, count)
-
-
-def _complaint(transcripts: list[Transcript]) -> str:
-    """One line about rollouts that went wrong, with the most frequent reason; empty if none did."""
-    reasons = [f"{t.rollout.outcome}: {t.rollout.reason}" for t in transcripts if t.rollout.outcome != "ok"]
-    if not reasons:
-        return ""
-    return f"{len(reasons)} of {len(transcripts)} rollouts went wrong; most often: {statistics.mode(reasons)[:300]}"

@@ -6,13 +6,10 @@ from collections.abc import Callable
 
 from harnessed.client import Client, list_changes
 from harnessed.records import ChangeKind, State
+from harnessed.training.failures import Stalled
 
 POLL_S = 1.0
 """Longest single wait; between two of them the display is refreshed and the services are looked after."""
-
-
-class Stalled(Exception):
-    """Nothing moved for longer than an attempt may take; the text says what was waited for."""
 
 
 class Watch:

@@ -24,6 +24,10 @@ def parse(body: bytes) -> Turn:
         raise _invalid("this gateway answers Chat Completions unstreamed: send stream=false")
     if request.get("stop"):
         raise _invalid("stop strings are not supported: leave `stop` out, the policy's own stop token ends an answer")
+    if request.get("tool_choice") not in (None, "auto", "none"):
+        raise _invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
+    if isinstance(grammar := request.get("response_format"), dict) and grammar.get("type") != "text":
+        raise _invalid("answers under a grammar are not supported: leave `response_format` out")
     messages = _objects(request, "messages")
     if not messages:
         raise _invalid("`messages` must hold at least one message")

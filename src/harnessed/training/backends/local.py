@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from harnessed.config import Objective, Optimiser
+from harnessed.config import ConfigError, Objective, Optimiser
 from harnessed.records import Version
 from harnessed.training.batching import MicroBatch
 from harnessed.training.losses import Terms, clipped_policy_loss
-from harnessed.weights import SharedWeights
+from harnessed.weights import SharedWeights, read_state
 
 POLICY_FILES = (
     "tokenizer.json",
@@ -52,10 +53,16 @@ class LocalBackend:
         torch.set_num_threads(threads)
         logging.disable_progress_bar()  # the terminal belongs to the display
         self._model_folder = model_folder
-        self._model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, local_files_only=True)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(f"policy.model: cannot load {model_folder}: {' '.join(str(error).split())}") from error
+        self._model = model
         self._model.eval()  # no dropout: the trained distribution has to be the sampled one
         self._clip_norm = optimiser.clip_norm
-        self.version = Version(0, 0)
+        served = read_state(weights_folder)
+        # No version is used twice: an engine that served an earlier run goes on in a new lineage.
+        self.version = Version(served.version.lineage + 1, served.version.number + 1) if served else Version(0, 0)
         self._weights = SharedWeights.create(weights_folder, self._model, self.version)
         self._optimiser = torch.optim.AdamW(
             self._model.parameters(),
@@ -86,6 +93,11 @@ class LocalBackend:
         metrics |= {"loss": sums["loss"], "gradient_norm": norm, "update_seconds": time.monotonic() - started}
         return Update(applied, metrics)
 
+    @property
+    def whole(self) -> bool:
+        """Nothing interrupted a write of the weights."""
+        return self._weights.readable() is not None
+
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
         """Write a folder that transformers loads, with notes as harnessed.json. It appears whole or not at all."""
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -96,6 +108,8 @@ class LocalBackend:
             if (self._model_folder / name).is_file():
                 shutil.copyfile(self._model_folder / name, unfinished / name)
         (unfinished / "harnessed.json").write_text(json.dumps(notes, indent=1), encoding="utf-8")
+        for file in unfinished.iterdir():
+            file.chmod(0o644)  # safetensors makes its file private
         unfinished.rename(folder)
 
     def _loss(self, batch: MicroBatch, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,17 @@
+"""Why a run ends before its time. The command line prints the text as one line and ends with status 1."""
+
+
+class RunFailed(Exception):
+    """Going on would be for nothing; the text says why and what to look at."""
+
+
+class Stalled(RunFailed):
+    """Nothing moved for longer than an attempt may take."""
+
+
+class NothingMeasured(RunFailed):
+    """No held-out rollout could be judged, or no agent got as far as one call."""
+
+
+class WrongVersion(RunFailed):
+    """The engine does not serve what the trainer writes."""

@@ -40,7 +40,7 @@ def tasks(seed):
 
 def easy_tasks(seed):
     for number in itertools.count():
-        yield {"prompt": f"task {seed}.{number}", "then": "finish"}
+        yield {"prompt": f"task {seed}.{number}", "then": "finish", "answer": "hidden"}
 
 
 def reward(task, folder: Path):

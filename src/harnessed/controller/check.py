@@ -42,9 +42,7 @@ def check(config: Config) -> None:
 
 def _check_mini_swe_agent(harness: Harness) -> None:
     if not importlib.util.find_spec("minisweagent"):
-        raise ConfigError(
-            "harness.kind is mini-swe-agent, which is not installed: pip install -e '.[demo]' in the folder of Harnessed, or pip install mini-swe-agent"
-        )
+        raise ConfigError("harness.kind is mini-swe-agent, which is not installed: pip install mini-swe-agent")
     try:
         tree = yaml.safe_load((harness.config or Path()).read_text(encoding="utf-8"))
     except OSError as error:

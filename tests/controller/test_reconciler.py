@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,9 @@ def templates(process: subprocess.Popen[str]) -> list[int]:
 
 
 def cmdline(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
 
 
 def parent(pid: int) -> int:
@@ -88,11 +90,12 @@ def test_a_queued_rollout_starts_at_once(shared: ScriptedGateway) -> None:
 
 def test_never_more_attempts_than_slots(shared: ScriptedGateway) -> None:
     names = [shared.add(f"slot.{index}", {"do": "daemons", "mark": "41000", "then": 0.3}) for index in range(5)]
+    peak = 0
+    while len(shared.ends.keys() & set(names)) < 5:
+        peak = max(peak, len(processes_with("41000")))
     assert all(shared.end(name)["outcome"] == "ok" for name in names)
     assert max(claim["most"] for claim in shared.claims) == 2
-    spans = sorted((shared.answered[name], shared.end_times[name]) for name in names)
-    for start, _ in spans:
-        assert sum(s <= start < e for s, e in spans) <= 2
+    assert 3 <= peak <= 2 * 3  # each attempt is three processes
 
 
 def test_an_attempt_that_is_no_longer_leased_is_stopped(shared: ScriptedGateway) -> None:

@@ -101,7 +101,7 @@ class Evaluator(Settings):
     command: Command | None = None
     """Run in the copy; `{task}` is the whole task as a JSON file, `{here}` the configuration's folder. The last line of
     its output is the JSON result."""
-    time_limit_s: float = Field(60, gt=0)
+    time_limit_s: float = Field(60, gt=0, allow_inf_nan=False)
     tries: int = Field(2, ge=1)
     """How often a broken evaluator is run on the same result before the rollout leaves its group."""
 
@@ -112,15 +112,18 @@ class Evaluator(Settings):
         return self
 
 
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")]
+
+
 class Gateway(Settings):
-    url: str | None = None
+    url: Url | None = None
     """A running gateway to use; none: the run starts its own."""
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
     power_safe: bool = False
     """Records survive power loss too, not only the death of a process; each commit then waits for the disk."""
-    generation_limit_s: float = Field(600, gt=0)
+    generation_limit_s: float = Field(600, gt=0, allow_inf_nan=False)
     """Longest wait for one answer of an engine, an engine that is being started again included."""
 
 
@@ -129,7 +132,7 @@ class Controller(Settings):
     """True: `harnessed controller` runs elsewhere; false: the run starts its own."""
     slots: int = Field(16, ge=1)
     """Attempts at once."""
-    time_limit_s: float = Field(600, gt=0)
+    time_limit_s: float = Field(600, gt=0, allow_inf_nan=False)
     """Of one attempt. Its outcome is then agent_timeout."""
     attempts: int = Field(3, ge=1)
     """Attempts of a rollout whose infrastructure failed, the first one included."""
@@ -142,7 +145,7 @@ class Controller(Settings):
 
 
 class EngineSettings(Settings):
-    url: str | None = None
+    url: Url | None = None
     """A running engine to use; none: the run starts the small one of this project."""
     weights: ConfigPath | None = None
     """Folder of the weights that the trainer writes and a running engine reads; needed to train with `engine.url`."""
@@ -152,13 +155,16 @@ class EngineSettings(Settings):
     """CPU threads. More than one slows tiny models down."""
     batch: int = Field(64, ge=1)
     """Most sequences generated at once."""
-    start_limit_s: float = Field(120, gt=0)
+    start_limit_s: float = Field(120, gt=0, allow_inf_nan=False)
+
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimiser(Settings):
     learning_rate: float = Field(1e-6, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm."""
 
@@ -290,8 +296,8 @@ def _explain(error: ValidationError) -> str:
     if fault["type"] == "missing":
         return f"the setting {name} is missing"
     message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "string_pattern_mismatch" and "function" in name:
-        message = "must have the form module:function"
+    if fault["type"] == "string_pattern_mismatch":
+        message = "must have the form " + ("module:function" if "function" in name else fault["ctx"]["pattern"])
     return f"{name}: {message}, got {fault['input']!r}" if fault["type"] != "value_error" else message
 
 

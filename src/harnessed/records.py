@@ -8,9 +8,14 @@ Read this file alone and you know the system: a *task* is given to a *group* of 
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MOST_REWARD = 1e9
+"""Rewards are numbers within plus and minus this: their sums and squares stay exact enough to be compared."""
+
+RewardValue = Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD, allow_inf_nan=False)]
 
 Task = dict[str, Any]
 """One row of the dataset. `files` (path -> content), if present, is written into the workspace of every attempt."""
@@ -98,10 +103,17 @@ class Record(BaseModel):
 class Sampling(Record):
     """How answers are sampled. In rollouts of a run this overrides what the harness asks for (which is kept)."""
 
-    temperature: float = Field(1.0, ge=0)
-    """0 is greedy: the recorded log-probability is then 0."""
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """0 is greedy: the recorded log-probability is then 0. Above 0 at least 0.001."""
     max_tokens: int = Field(1024, ge=1)
     """Most tokens of one answer; a harness may ask for fewer."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _within_float32(cls, temperature: float) -> float:
+        if 0 < temperature < 0.001:
+            raise ValueError("must be 0 (greedy) or at least 0.001")
+        return temperature
 
 
 class Limits(Record):
@@ -187,14 +199,14 @@ class Ending(Record):
 
     outcome: Outcome
     reason: str = ""
-    reward: float | None = None
+    reward: RewardValue | None = None
     parts: dict[str, float] = Field(default_factory=dict)
 
 
 class Reward(Record):
     """A reward posted by an evaluator outside of the controller, before the attempt ends."""
 
-    reward: float
+    reward: RewardValue
     parts: dict[str, float] = Field(default_factory=dict)
 
 

@@ -56,7 +56,9 @@ class Run:
         self.gateway: Client
 
     def __enter__(self) -> Self:
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+        # Set, not inherited: a shell starts its background jobs with SIGINT ignored.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -108,11 +110,11 @@ def _check(config: Config) -> None:
     ChatTemplate(config.policy.model)
     try:
         model = json.loads((config.policy.model / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        context = dict(model).get("max_position_embeddings")
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"policy.model: cannot read config.json in {config.policy.model}: {error}") from None
     if not any(config.policy.model.glob("*.safetensors")):
         raise ConfigError(f"policy.model: {config.policy.model} holds no weights (*.safetensors)")
-    context = model.get("max_position_embeddings")
     if context and config.limits.context > context:
         raise ConfigError(f"limits.context is {config.limits.context}, but the policy takes {context} tokens at most")
     if not config.controller.external:

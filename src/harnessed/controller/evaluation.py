@@ -84,7 +84,7 @@ class Evaluation:
         text = folders.last_line(file, most=_VERDICT_BYTES)
         try:
             return read_verdict(json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _NoVerdict(f"{error}" if text else "printed nothing") from None
 
 

@@ -5,9 +5,11 @@ started, the evaluator on a copy, the folder kept or removed.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 
@@ -20,6 +22,8 @@ from harnessed.controller.orders import Bounds, Exit, Order, Preparation
 from harnessed.controller.runner import Ended
 from harnessed.controller.spawner import Spawner, TemplateError
 from harnessed.records import TRAINED_OUTCOMES, Assignment, Ending, Outcome
+
+log = logging.getLogger(__name__)
 
 _MEGABYTE = 1 << 20
 
@@ -45,7 +49,9 @@ class LocalRunner:
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
         self._harness = Spawner(root / "harness", preparation(config.harness), template_environment(config.harness))
         self._judges = Spawner(root / "evaluator", Preparation(evaluator[0], modules), environment)
-        self._evaluate = Evaluation(config.evaluator, self._judges, self._bounds, environment)
+        # The evaluator has its own time; the agent's limit is none of its business.
+        bounds = replace(self._bounds, cpu_s=int(config.evaluator.time_limit_s) * (os.cpu_count() or 1) + 1)
+        self._evaluate = Evaluation(config.evaluator, self._judges, bounds, environment)
 
     async def open(self) -> None:
         self._fence = None
@@ -88,6 +94,10 @@ class LocalRunner:
             ended = Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason=str(error)), final=True)
         except (TemplateError, OSError) as error:
             ended = Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason=str(error)))
+        except Exception as error:  # one attempt, whatever is odd about it, must not end the controller of all
+            log.exception("attempt %s of rollout %s", assignment.attempt, assignment.rollout)
+            reason = f"the controller failed: {type(error).__name__}: {error}"
+            ended = Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason=reason), final=True)
         finally:
             with suppress(OSError):  # it stays then, which changes nothing of the attempt's end
                 await self._tidy(folder, ended.ending.outcome)
@@ -141,10 +151,17 @@ def describe(exit_: Exit, limit_s: float, last_line: str) -> Ending:
     if exit_.timed_out:
         return Ending(outcome=Outcome.AGENT_TIMEOUT, reason=f"ran longer than {limit_s:g} s{said}")
     if exit_.signal:
-        return Ending(outcome=Outcome.AGENT_EXIT, reason=f"ended by {Signals(exit_.signal).name}{said}")
+        return Ending(outcome=Outcome.AGENT_EXIT, reason=f"ended by {_signal_name(exit_.signal)}{said}")
     if exit_.status:
         return Ending(outcome=Outcome.AGENT_EXIT, reason=f"exit status {exit_.status}{said}")
     return Ending(outcome=Outcome.OK, reason=left)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return Signals(number).name
+    except ValueError:  # the real-time signals between the first and the last have no name
+        return f"signal {number}"
 
 
 def _end_of(task: asyncio.Task[Ended]) -> Ended | None:

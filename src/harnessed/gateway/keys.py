@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from harnessed.config import ConfigError
+
+SECRET_BYTES = 32
+
 
 class Scope(StrEnum):
     ADMIN = "admin"
@@ -49,10 +53,19 @@ class Keyring:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            return cls(path.read_bytes())
+            return cls._read(path)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(32))
-        return cls(path.read_bytes())
+            file.write(secrets.token_bytes(SECRET_BYTES))
+        return cls._read(path)
+
+    @classmethod
+    def _read(cls, path: Path) -> "Keyring":
+        secret = path.read_bytes()
+        if len(secret) < SECRET_BYTES:  # its writer was killed, or the disk was full: everybody could sign with it
+            raise ConfigError(
+                f"the secret in {path} is not whole: remove the file; keys that were given out become void"
+            )
+        return cls(secret)
 
     def sign(self, key: Key) -> str:
         subject = base64.urlsafe_b64encode(f"{key.rollout}/{key.attempt}".encode()).decode().rstrip("=")

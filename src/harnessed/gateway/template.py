@@ -56,7 +56,7 @@ class ChatTemplate:
         on before it. If it is no stop (length, a stop string), the template's stop comes first in the segment.
         """
         stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
-        _, found, text = self._render(stub + messages, tools).rpartition(_ANSWER)
+        _, found, text = self._render(stub + messages, tools).partition(_ANSWER)  # later ones are somebody's text
         if not found:
             raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
         if last not in self.stop_ids:
@@ -119,15 +119,19 @@ def _read_tokenizer(folder: Path) -> Any:
     if not path.is_file():
         raise ConfigError(f"{folder} has no tokenizer.json: save the policy with a fast tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001  # the package raises nothing more special
         raise ConfigError(f"{path} is no tokenizer: {error}") from None
+    # Some are saved as their training used them; here every token counts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        settings: dict[str, Any] = orjson.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, orjson.JSONDecodeError) as error:
+        settings: dict[str, Any] = dict(orjson.loads(path.read_bytes())) if path.is_file() else {}
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     return settings
 
@@ -139,7 +143,10 @@ def _token_text(token: str | dict[str, str]) -> str:
 def _template_source(folder: Path, settings: dict[str, Any]) -> str:
     """The template as transformers finds it: a file of its own, or a field (named ones: `default`)."""
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        try:
+            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template in {folder} cannot be read: {error}") from None
     source = settings.get("chat_template")
     if isinstance(source, list):
         source = next((entry["template"] for entry in source if entry["name"] == "default"), None)

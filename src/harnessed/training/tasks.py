@@ -34,6 +34,10 @@ def take(tasks: Iterator[Task], n: int, setting: str) -> list[Task]:
     for task in taken:
         if not isinstance(task, dict):
             raise ConfigError(f"{setting} gives {type(task).__name__} {str(task)[:60]!r}; a task is a mapping")
+        try:
+            orjson.dumps(task)
+        except orjson.JSONEncodeError as error:
+            raise ConfigError(f"{setting} gives a task that is not JSON: {error}") from None
     return taken
 
 
@@ -59,10 +63,10 @@ def _function(source: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"tasks: no module {error.name} for {source}; put it beside the configuration") from None
-    except SyntaxError as error:
-        raise ConfigError(f"tasks: {source}: {error}") from None
     except AttributeError:
         raise ConfigError(f"tasks: module {module} has no function {name}") from None
+    except Exception as error:  # noqa: BLE001  # whatever the user's module raises, its message is needed
+        raise ConfigError(f"tasks: {source}: {type(error).__name__}: {error}") from None
 
 
 def _read(path: Path) -> list[Task]:

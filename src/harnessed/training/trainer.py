@@ -44,13 +44,15 @@ class Taken:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end of the block: half of the books is no books."""
+    """Ctrl-C and SIGTERM wait until the end of the block: half of the books is no books."""
     arrived: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
     if arrived:
         raise KeyboardInterrupt
 
@@ -212,7 +214,8 @@ class Trainer:
         self._saved = number
         self._checkpoints.append(folder)
         for old in self._checkpoints[: -self._config.trainer.keep_checkpoints]:
-            rmtree(old)
+            # Under its name a checkpoint is whole, also when this is interrupted.
+            rmtree(old.rename(old.with_name(f".{old.name}.old")))
         self._checkpoints = self._checkpoints[-self._config.trainer.keep_checkpoints :]
 
     def _give_up(self) -> None:

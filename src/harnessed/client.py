@@ -180,6 +180,11 @@ def cancel_group(group: str) -> Call[Group]:
     return Call("POST", f"/api/groups/{group}/cancel", _json(Group))
 
 
+def cancel_run(run: str) -> Call[list[str]]:
+    """End all unfinished rollouts of a run with the outcome `cancelled`; their ids."""
+    return Call("POST", f"/api/runs/{run}/cancel", _json(list[str]), timeout_s=60)
+
+
 def get_transcripts(group: str) -> Call[list[Transcript]]:
     """All rollouts of a group with everything that was sampled for them, in the order of their index."""
 

@@ -297,6 +297,8 @@ class Node:
     """The request's messages that the segment encodes, as they came."""
     message: dict[str, Any] = field(default_factory=dict)
     """The assistant message as delivered."""
+    call: str = ""
+    """Id of the call that it answers; the answers of a request for several share it."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tool declarations of the request; only where a conversation starts."""
 

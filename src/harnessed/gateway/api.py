@@ -38,6 +38,9 @@ from harnessed.records import (
 
 T = TypeVar("T")
 LONGEST_WAIT_S = 60.0
+CANCEL_LIMIT_S = 4.0
+"""Somebody waits for a cancellation; what the engine does not finish within this is lost, and counted so."""
+MOST_EVENT_BYTES = 2**16
 
 
 class _Claim(Record):
@@ -75,6 +78,7 @@ class Api:
         return [
             Route("/api/runs", self._admin(self.create_run), methods=["POST"]),
             Route("/api/runs/{run}/totals", self._admin(self.totals)),
+            Route("/api/runs/{run}/cancel", self._admin(self.cancel_run), methods=["POST"]),
             Route("/api/engines", self._admin(self.register_engine), methods=["POST"]),
             Route("/api/engines", self._admin(self.list_engines)),
             Route("/api/groups", self._admin(self.create_groups), methods=["POST"]),
@@ -129,10 +133,23 @@ class Api:
     async def cancel_group(self, request: Request) -> Response:
         group = request.path_params["group"]
         known = await self._store.read(lambda connection: lifecycle.get_group(connection, group))
-        async with self._exchange.closing([f"{group}.{index}" for index in range(known.n)]):
-            return _answer(
-                await self._store.write(lambda connection: lifecycle.cancel_group(connection, group, time.time()))
-            )
+        await self._cancel([f"{group}.{index}" for index in range(known.n)])
+        return _answer(await self._store.read(lambda connection: lifecycle.get_group(connection, group)))
+
+    async def cancel_run(self, request: Request) -> Response:
+        run = request.path_params["run"]
+        rollouts = await self._store.read(lambda connection: lifecycle.unfinished(connection, run))
+        await self._cancel(rollouts)
+        return _answer(rollouts)
+
+    async def _cancel(self, rollouts: list[str]) -> None:
+        def cancel(connection: Connection) -> None:
+            for rollout in rollouts:
+                lifecycle.cancel_rollout(connection, rollout, time.time())
+            recording.fail_open_calls(connection, rollouts, time.time())
+
+        async with self._exchange.closing(rollouts, CANCEL_LIMIT_S):
+            await self._store.write(cancel)
 
     async def transcripts(self, request: Request) -> Response:
         group = request.path_params["group"]
@@ -153,10 +170,9 @@ class Api:
 
     async def cancel_rollout(self, request: Request) -> Response:
         rollout = request.path_params["rollout"]
-        async with self._exchange.closing([rollout]):
-            return _answer(
-                await self._store.write(lambda connection: lifecycle.cancel_rollout(connection, rollout, time.time()))
-            )
+        await self._store.read(lambda connection: lifecycle.get_rollout(connection, rollout))
+        await self._cancel([rollout])
+        return _answer(await self._store.read(lambda connection: lifecycle.get_rollout(connection, rollout)))
 
     async def list_events(self, request: Request) -> Response:
         rollout = request.path_params["rollout"]
@@ -204,7 +220,11 @@ class Api:
         event = await _body(request, Event)
         if key != ADMIN and key != Key(Scope.ATTEMPT, event.rollout, event.attempt):
             raise Refused(403, "an attempt's key can append events of its own attempt only")
-        await self._store.write(lambda connection: lifecycle.append_event(connection, event, time.time()))
+        if len(await request.body()) > MOST_EVENT_BYTES:
+            raise Refused(413, f"an event has at most {MOST_EVENT_BYTES} bytes")
+        await self._store.write(
+            lambda connection: lifecycle.append_event(connection, event, time.time(), live=key != ADMIN)
+        )
         return _answer({})
 
     async def changes(self, request: Request) -> Response:

@@ -6,6 +6,7 @@
 import asyncio
 import hashlib
 import time
+from array import array
 from dataclasses import dataclass
 
 import aiohttp
@@ -47,6 +48,8 @@ class Engines:
 
     def __init__(self, limit_s: float) -> None:
         self._engines: dict[str, EngineSpec] = {}
+        self._trouble: dict[str, str] = {}
+        """Engine -> why it is out of reach, while it is."""
         self._limit_s = limit_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=limit_s)
@@ -73,15 +76,27 @@ class Engines:
         for tries in range(1_000_000):
             engine = self._of(run, rollout)
             try:
-                return await self._ask(engine, body)
+                generated = await self._ask(engine, body)
+                self._trouble.pop(engine.id, None)
+                return generated
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+                self._trouble[engine.id] = f"engine {engine.id} was not reached: {error}"
                 wait = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
                 if time.monotonic() + wait > deadline:
                     raise EngineFailed(f"engine {engine.id} was not reached: {error}") from error
                 await asyncio.sleep(wait)
+            except aiohttp.ClientError as error:
+                raise EngineFailed(f"engine {engine.id}: {type(error).__name__} {error}") from error
             except TimeoutError:
                 raise EngineFailed(f"engine {engine.id} gave no answer within {self._limit_s:.0f} s") from None
         raise AssertionError("the deadline ends the loop")
+
+    def trouble(self, run: str, rollout: str) -> str:
+        """Why the rollout's engine is out of reach; empty if it is not."""
+        try:
+            return self._trouble.get(self._of(run, rollout).id, "")
+        except EngineFailed as error:
+            return str(error)
 
     async def health(self, id: str) -> Engine:
         """Ask one engine now."""
@@ -132,7 +147,9 @@ def _read(engine: EngineSpec, body: bytes) -> Generated:
     try:
         answer = orjson.loads(body)
         generated = Generated(answer["tokens"], answer["logprobs"], answer["versions"], answer["finish"])
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        for numbers, kind in ((generated.tokens, "i"), (generated.logprobs, "f"), (generated.versions, "i")):
+            array(kind, numbers)  # raises for what cannot be stored
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise EngineFailed(f"engine {engine.id} gave no answer of the protocol: {error!r}") from error
     if not generated.tokens or len(generated.tokens) != len(generated.versions):
         raise EngineFailed(

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from harnessed.gateway.engines import EngineFailed, Engines, Generation
+from harnessed.gateway.engines import EngineFailed, Engines, Generated, Generation
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.lifecycle import Refused
@@ -45,6 +46,7 @@ from harnessed.records import Limits, Node, Sampling
 
 MOST_BODY_BYTES = 64 * 2**20
 SETTLE_LIMIT_S = 30.0
+"""How long the end of an attempt waits for what the engine still generates for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,8 @@ class Pending:
     task: "asyncio.Task[list[Node]]"
     """The answers, once they are durable."""
     prompt_tokens: int
+    wanted: tuple[int, int | None]
+    """The request's n and max_tokens."""
     connected: bool = True
     """The client that waits for it has not been seen to leave."""
 
@@ -78,6 +82,17 @@ class Session:
     next_number: int
     """Of the next node; handed out in the order in which writes are queued."""
     pending: dict[Digest, list[Pending]] = field(default_factory=dict)
+    faults: dict[Digest, str] = field(default_factory=dict)
+    """Requests that were refused or failed and have not been answered since."""
+    ended: bool = False
+
+    def calls_in_progress(self) -> list[Pending]:
+        return [pending for waiting in self.pending.values() for pending in waiting]
+
+    @property
+    def fault(self) -> str:
+        """The one that counts: an engine's failure before a limit."""
+        return max(self.faults.values(), default="")  # `engine: ...` sorts after `budget: ...`
 
 
 class Exchange:
@@ -97,9 +112,9 @@ class Exchange:
         try:
             session = await self._session(self._key(scope))
             turn = chat.parse(await _read_body(receive))
-            place = session.tree.place(turn.messages, turn.tools)
+            place = _place(session, turn)
             self._prove_delivered(session, place)
-            pending = _retried(session, place, _retry_count(scope)) or self._begin(session, turn, place)
+            pending = _retried(session, turn, place, _retry_count(scope)) or self._begin(session, turn, place)
             if not await _outlasts(receive, pending.task):
                 pending.connected = False
                 return
@@ -117,24 +132,32 @@ class Exchange:
         return self._templates[folder]
 
     @contextlib.asynccontextmanager
-    async def closing(self, rollouts: Sequence[str]) -> AsyncIterator[None]:
-        """Around the end of attempts: their further calls are refused, and what the engine still generates for
-        them is recorded first, so that the books hold every token. An engine that takes longer than SETTLE_LIMIT_S is
-        left behind."""
+    async def closing(self, rollouts: Sequence[str], limit_s: float = SETTLE_LIMIT_S) -> AsyncIterator[None]:
+        """Around the end of attempts: their further calls are refused, and what the engine still generates for them is
+        recorded first, so that the books hold every token. An engine that takes longer is left behind."""
         self._closing.update(rollouts)
         try:
-            sessions = [session for attempt, session in self._sessions.items() if attempt[0] in self._closing]
-            calls = (pending for session in sessions for waiting in session.pending.values() for pending in waiting)
-            if tasks := {pending.task for pending in calls}:
-                await asyncio.wait(tasks, timeout=SETTLE_LIMIT_S)
+            sessions = [session for attempt, session in self._sessions.items() if attempt[0] in set(rollouts)]
+            if tasks := {pending.task for session in sessions for pending in session.calls_in_progress()}:
+                await asyncio.wait(tasks, timeout=limit_s)
+            for session in sessions:
+                await self._blame_engine(session)
             yield
         finally:
             self._closing.subtract(rollouts)
             self._closing += Counter()
-            for attempt in [attempt for attempt in self._sessions if attempt[0] in set(rollouts)]:
-                del self._sessions[attempt]
+            for session in [session for attempt, session in self._sessions.items() if attempt[0] in set(rollouts)]:
+                self._forget(session)
+
+    async def _blame_engine(self, session: Session) -> None:
+        """An attempt that ends while its engine is out of reach did not fail by itself."""
+        trouble = self._engines.trouble(session.run, session.attempt[0])
+        if trouble and any(not pending.task.done() for pending in session.calls_in_progress()):
+            fault = f"engine: {trouble}"
+            await self._store.write(lambda connection: record_fault(connection, session.attempt, fault))
 
     def _forget(self, session: Session) -> None:
+        session.ended = True
         self._sessions.pop(session.attempt, None)
 
     def _key(self, scope: Scope) -> Key:
@@ -172,13 +195,13 @@ class Exchange:
             tree=Tree.of(nodes),
             calls=await self._store.read(lambda connection: count_calls(connection, attempt)),
             next_number=len(nodes) + 1,
+            faults={b"": known["fault"]} if known["fault"] else {},
         )
-        for prompt, answers in session.tree.undelivered().items():
-            for node in answers:
-                before = len(session.tree.context(node.number)) // 4 - node.sampled
-                session.pending.setdefault(prompt, []).append(
-                    Pending(secrets.token_hex(8), asyncio.create_task(_done([node])), before, connected=False)
-                )
+        for prompt, call, answers in session.tree.undelivered():
+            before = len(session.tree.context(answers[0].number)) // 4 - answers[0].sampled
+            # What max_tokens was is not known any more: any request that is otherwise the same is taken for the retry.
+            pending = Pending(call, asyncio.create_task(_done(answers)), before, (len(answers), None), connected=False)
+            session.pending.setdefault(prompt, []).append(pending)
         return session
 
     def _prove_delivered(self, session: Session, place: Place) -> None:
@@ -191,17 +214,17 @@ class Exchange:
 
     def _begin(self, session: Session, turn: Turn, place: Place) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
-        if session.attempt[0] in self._closing:
+        if session.ended or session.attempt[0] in self._closing:
             raise _ended(session.attempt)
         if session.calls >= session.limits.calls:
-            self._refuse_over_budget(session, f"the limit of {session.limits.calls} calls was reached")
+            self._fault(session, place, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
         segment = _encode(session, turn, place)
         prompt = array("i", session.tree.context(place.parent, segment.cut))
         prompt.extend(segment.ids)
         room = session.limits.context - len(prompt)
         if room < 1:
-            self._refuse_over_budget(session, f"the context limit of {session.limits.context} tokens was reached")
+            self._fault(session, place, f"budget: the context limit of {session.limits.context} tokens was reached")
             raise context_overflow(len(prompt) + 1, session.limits.context)
         call, now = secrets.token_hex(8), time.time()
         session.calls += 1
@@ -214,7 +237,7 @@ class Exchange:
             stop=session.template.stop_ids,
         )
         task = asyncio.create_task(self._sample(session, turn, place, segment, generation, call))
-        pending = Pending(call, task, len(prompt))
+        pending = Pending(call, task, len(prompt), _wanted(turn))
         session.pending.setdefault(place.prompt, []).append(pending)
         task.add_done_callback(lambda task: _drop_failed(session, place.prompt, pending))
         return pending
@@ -224,16 +247,13 @@ class Exchange:
     ) -> list[Node]:
         """Ask the engine for every answer of the call and record them; they are durable when this returns."""
         wanted = [replace(generation, seed=_seed(session, choice)) for choice in range(turn.n)]
-        try:
-            generated = await asyncio.gather(
-                *(self._engines.generate(session.run, session.attempt[0], each) for each in wanted)
-            )
-        except EngineFailed as error:
-            fault = f"engine: {error}"
-            await self._store.write(
-                lambda connection: record_failure(connection, session.attempt, call, fault, time.time())
-            )
-            raise WireError(503, "engine_failed", str(error)) from error
+        given = await asyncio.gather(
+            *(self._engines.generate(session.run, session.attempt[0], each) for each in wanted), return_exceptions=True
+        )
+        generated = [answer for answer in given if isinstance(answer, Generated)]
+        failure = next((error for error in given if isinstance(error, BaseException)), None)
+        if failure is None:
+            session.faults.pop(place.prompt, None)
         nodes = [
             Node(
                 number=session.next_number + choice,
@@ -248,16 +268,30 @@ class Exchange:
                 delivered=False,
                 messages=place.new,
                 message=_message(session.template, answer.tokens, stopped=answer.finish == "stop"),
+                call=call,
                 tools=[] if place.parent else turn.tools,
             )
             for choice, answer in enumerate(generated)
         ]
-        session.next_number += turn.n
+        session.next_number += len(nodes)
+        if nodes:
+            await self._record(session, place, nodes)
+        if failure is not None:
+            self._store.write_soon(lambda connection: record_failure(connection, call, time.time()))
+            if not isinstance(failure, EngineFailed):
+                raise failure
+            self._fault(session, place, f"engine: {failure}")
+            raise WireError(503, "engine_failed", str(failure)) from failure
+        return nodes
+
+    async def _record(self, session: Session, place: Place, nodes: list[Node]) -> None:
+        fault = session.fault
         try:
             await self._store.write(
-                lambda connection: record_answers(connection, session.attempt, call, nodes, time.time())
+                lambda connection: record_answers(connection, session.attempt, nodes, fault, time.time())
             )
         except Refused as error:
+            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
             self._forget(session)
             raise WireError(403, "attempt_ended", str(error)) from error
         except SQLAlchemyError as error:
@@ -265,7 +299,6 @@ class Exchange:
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
         for node in nodes:
             session.tree.add(node, place.prompt)
-        return nodes
 
     def _delivered(self, session: Session, place: Place, pending: Pending) -> None:
         numbers = [node.number for node in pending.task.result()]
@@ -274,21 +307,33 @@ class Exchange:
         self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
         _drop(session, place.prompt, pending)
 
-    def _refuse_over_budget(self, session: Session, what: str) -> None:
-        self._store.write_soon(lambda connection: record_fault(connection, session.attempt, f"budget: {what}"))
+    def _fault(self, session: Session, place: Place, what: str) -> None:
+        session.faults[place.prompt] = what
+        fault = session.fault
+        self._store.write_soon(lambda connection: record_fault(connection, session.attempt, fault))
 
 
 def _ended(attempt: AttemptId) -> WireError:
     return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
 
 
-def _retried(session: Session, place: Place, retry_count: int) -> Pending | None:
-    """The call that this request repeats because its answer did not arrive; None: the request is a new one."""
-    for pending in session.pending.get(place.prompt, []):
-        if not pending.connected or retry_count > 0:
-            pending.connected = True
-            return pending
+def _retried(session: Session, turn: Turn, place: Place, retry_count: int) -> Pending | None:
+    """The call that this request repeats because its answer did not arrive; None: the request is a new one.
+
+    A call whose client was seen to leave comes first; one that a client still seems to wait for is only taken by a
+    request that says that it is a retry.
+    """
+    n, max_tokens = _wanted(turn)
+    same = [p for p in session.pending.get(place.prompt, []) if p.wanted in ((n, max_tokens), (n, None))]
+    left = [pending for pending in same if not pending.connected]
+    for pending in left or (same if retry_count > 0 else []):
+        pending.connected = True
+        return pending
     return None
+
+
+def _wanted(turn: Turn) -> tuple[int, int | None]:
+    return turn.n, turn.max_tokens
 
 
 def _is_delivered(pending: Pending) -> bool:
@@ -307,6 +352,13 @@ def _drop(session: Session, prompt: Digest, pending: Pending) -> None:
         waiting.remove(pending)
     if not waiting:
         session.pending.pop(prompt, None)
+
+
+def _place(session: Session, turn: Turn) -> Place:
+    try:
+        return session.tree.place(turn.messages, turn.tools)
+    except orjson.JSONEncodeError as error:  # nested deeper than can be written again
+        raise WireError(400, "invalid_messages", f"the messages cannot be read: {error}") from error
 
 
 def _encode(session: Session, turn: Turn, place: Place) -> Segment:

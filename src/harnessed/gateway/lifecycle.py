@@ -11,6 +11,7 @@ from sqlalchemy import Connection, RowMapping, and_, func, insert, or_, select, 
 
 from harnessed.gateway.store import attempts, changes, engines, events, groups, journal, rollouts, runs
 from harnessed.records import (
+    TRAINED_OUTCOMES,
     Change,
     ChangeKind,
     Ending,
@@ -194,10 +195,13 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
 
 def _outcome(ending: Ending, fault: str) -> tuple[Outcome, str]:
     """An agent that failed after the gateway had failed it did not fail by itself."""
-    if ending.outcome not in (Outcome.AGENT_EXIT, Outcome.AGENT_TIMEOUT) or not fault:
-        return ending.outcome, ending.reason
     kind, _, what = fault.partition(": ")
-    return (Outcome.BUDGET if kind == "budget" else Outcome.INFRASTRUCTURE), f"{what}; then {ending.reason}"
+    said = f"{what}; then {ending.reason or ending.outcome}"
+    if kind == "engine" and ending.outcome in TRAINED_OUTCOMES:
+        return Outcome.INFRASTRUCTURE, said  # also if it ended well: it never got the answer that it asked for
+    if kind == "budget" and ending.outcome in (Outcome.AGENT_EXIT, Outcome.AGENT_TIMEOUT):
+        return Outcome.BUDGET, said
+    return ending.outcome, ending.reason
 
 
 def overdue(connection: Connection, now: float) -> list[str]:
@@ -222,10 +226,10 @@ def cancel_rollout(connection: Connection, id: str, now: float) -> Rollout:
     return _finish(connection, record, Outcome.CANCELLED, "cancelled on request", None, {}, now)
 
 
-def cancel_group(connection: Connection, id: str, now: float) -> Group:
-    for member in members(connection, id):
-        cancel_rollout(connection, member.id, now)
-    return get_group(connection, id)
+def unfinished(connection: Connection, run: str) -> list[str]:
+    """Rollouts of a run that have not ended."""
+    query = select(rollouts.c.id).where(and_(rollouts.c.run == run, rollouts.c.state != State.FINISHED))
+    return list(connection.execute(query).scalars())
 
 
 def post_reward(connection: Connection, id: str, reward: Reward) -> Rollout:
@@ -237,8 +241,13 @@ def post_reward(connection: Connection, id: str, reward: Reward) -> Rollout:
     return get_rollout(connection, id)
 
 
-def append_event(connection: Connection, event: Event, now: float) -> None:
+def append_event(connection: Connection, event: Event, now: float, *, live: bool) -> None:
+    """`live`: only while the attempt runs."""
     get_rollout(connection, event.rollout)
+    mine = and_(attempts.c.rollout == event.rollout, attempts.c.number == event.attempt)
+    attempt = _find(connection, attempts, mine)
+    if live and (attempt is None or not attempt["live"]):
+        raise Refused(403, f"attempt {event.attempt} of rollout {event.rollout} has ended; its key is void")
     connection.execute(insert(events).values(event.model_dump() | {"time": now}))
 
 

@@ -23,6 +23,7 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
     query = (
         select(
             attempts.c.live,
+            attempts.c.fault,
             rollouts.c.run,
             rollouts.c.index,
             groups.c.purpose,
@@ -60,13 +61,16 @@ def admit(connection: Connection, attempt: AttemptId, call: str, asked: dict[str
     )
 
 
-def record_answers(connection: Connection, attempt: AttemptId, call: str, answers: list[Node], now: float) -> None:
-    """Store the answers of a call; their numbers must follow the attempt's last one. Raises Refused (409)."""
+def record_answers(connection: Connection, attempt: AttemptId, answers: list[Node], fault: str, now: float) -> None:
+    """Store the answers of a call; their numbers must follow the attempt's last one. Raises Refused (409).
+
+    `fault` is what of the attempt's refused and failed calls has not been overcome.
+    """
     advanced = connection.execute(
         update(attempts)
         .where(and_(_is(attempts.c.rollout, attempts.c.number, attempt), attempts.c.live))
         .where(attempts.c.nodes == answers[0].number - 1)
-        .values(nodes=answers[-1].number, fault="")  # answered again: what failed before was overcome
+        .values(nodes=answers[-1].number, fault=fault)
     )
     if advanced.rowcount != 1:
         raise Refused(409, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its answers are not kept")
@@ -76,7 +80,7 @@ def record_answers(connection: Connection, attempt: AttemptId, call: str, answer
             "attempt": attempt[1],
             "number": node.number,
             "parent": node.parent,
-            "call": call,
+            "call": node.call,
             "segment": node.segment,
             "answer": node.answer,
             "logprobs": node.logprobs,
@@ -93,16 +97,22 @@ def record_answers(connection: Connection, attempt: AttemptId, call: str, answer
         for node in answers
     ]
     connection.execute(insert(nodes), rows)
-    connection.execute(update(calls).where(calls.c.id == call).values(state="answered", ended=now))
+    connection.execute(update(calls).where(calls.c.id == answers[0].call).values(state="answered", ended=now))
 
 
-def record_failure(connection: Connection, attempt: AttemptId, call: str, fault: str, now: float) -> None:
-    """A call that was admitted and gets no answer; the fault decides about the attempt's outcome if it fails."""
+def record_failure(connection: Connection, call: str, now: float) -> None:
+    """A call that was admitted and gets no answer."""
     connection.execute(update(calls).where(calls.c.id == call).values(state="failed", ended=now))
-    record_fault(connection, attempt, fault)
+
+
+def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float) -> None:
+    """Calls that will get no answer, because their rollout is cancelled."""
+    open_ = and_(calls.c.rollout.in_(list(rollouts)), calls.c.state == "admitted")
+    connection.execute(update(calls).where(open_).values(state="failed", ended=now))
 
 
 def record_fault(connection: Connection, attempt: AttemptId, fault: str) -> None:
+    """Why a call was refused (`budget: ...`) or failed (`engine: ...`); it decides about the attempt's outcome."""
     connection.execute(update(attempts).where(_is(attempts.c.rollout, attempts.c.number, attempt)).values(fault=fault))
 
 
@@ -163,6 +173,7 @@ def _node(row: Any) -> Node:
         temperature=row["temperature"],
         finish=row["finish"],
         cut=row["cut"],
+        call=row["call"],
         delivered=row["delivered"],
         messages=orjson.loads(row["messages"]),
         message=orjson.loads(row["message"]),

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from harnessed.gateway.matching import Message, answer_identity, call_ids, prompt_identity
+from harnessed.gateway.matching import Message, answer_identity, call_ids, prompt_identity, text_of
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import Node
 
@@ -129,13 +129,13 @@ class Tree:
             number, cut = node.parent, node.cut
         return b"".join(reversed(pieces))
 
-    def undelivered(self) -> dict[Digest, list[Node]]:
-        """Answers that nobody is known to have received, by the request that they answer."""
-        found: dict[Digest, list[Node]] = {}
+    def undelivered(self) -> list[tuple[Digest, str, list[Node]]]:
+        """Answers that nobody is known to have received: the request and the call that they answer, and they."""
+        found: dict[tuple[Digest, str], list[Node]] = {}
         for number, node in self.nodes.items():
             if not node.delivered:
-                found.setdefault(self._prompts[number], []).append(node)
-        return found
+                found.setdefault((self._prompts[number], node.call), []).append(node)
+        return [(prompt, call, nodes) for (prompt, call), nodes in found.items()]
 
     def _after(self, number: int) -> Digest:
         return self._fold(self._prompts[number], self.nodes[number].message)
@@ -161,10 +161,13 @@ class Tree:
         return self._meant(message, same) if same else self._named(message)
 
     def _meant(self, message: Message, same: list[int]) -> int:
-        """Of equal answers the one that the call ids name, else the one that was delivered last."""
+        """Of equal answers the one that the call ids name, else one with exactly this text, and of several such the one
+        that was delivered last."""
         named = self._named(message)
         if named in same:
             return named
+        exact = [n for n in same if text_of(self.nodes[n].message.get("content")) == text_of(message.get("content"))]
+        same = exact or same
         return next((n for n in reversed(same) if self.nodes[n].delivered), same[-1])
 
     def _last_token(self, number: int) -> int:

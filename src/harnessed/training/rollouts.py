@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable
 
-from harnessed.client import Client, cancel_group, create_groups, get_transcripts
+from harnessed.client import Client, cancel_run, create_groups, get_transcripts
 from harnessed.records import GroupSpec, Purpose, Sampling, Task, Transcript
 from harnessed.training.watch import Watch
 
@@ -57,8 +57,7 @@ class Rollouts:
 
     def give_up(self) -> list[tuple[Transcript, Task]]:
         """Cancel what is open; the transcripts of its rollouts, with their tasks."""
-        for spec in self.open:
-            self._gateway(cancel_group(spec.id))
+        self._gateway(cancel_run(self._run))
         return [(each, spec.task) for spec in self.open for each in self._gateway(get_transcripts(spec.id))]
 
 

@@ -34,6 +34,10 @@ def parse(body: bytes) -> Turn:
     for message in messages:
         if not isinstance(message.get("role"), str):
             raise _invalid("every message needs a `role`")
+        if not isinstance(message.get("tool_calls") or [], list) or not all(
+            isinstance(call, dict) for call in message.get("tool_calls") or []
+        ):
+            raise _invalid("`tool_calls` of a message must be a list of objects")
     return Turn(
         messages=messages,
         tools=_objects(request, "tools"),

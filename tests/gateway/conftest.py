@@ -33,6 +33,7 @@ class House:
 
     async def start(self) -> None:
         application = await self._stack.enter_async_context(gateway(self.folder, Gateway(generation_limit_s=20)))
+        self.exchange, self.store = application.state.exchange, application.state.store
         server = Server(application)
         server.capture_signals = contextlib.nullcontext
         serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))

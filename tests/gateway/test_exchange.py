@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import numpy as np
@@ -21,7 +22,9 @@ from harnessed.client import (
     get_transcripts,
     post_reward,
 )
+from harnessed.gateway import api, exchange, lifecycle
 from harnessed.gateway.keys import Key, Scope
+from harnessed.gateway.wire.turn import WireError
 from harnessed.records import Ending, Event, Outcome, Reward, Version
 from harnessed.training.samples import build
 
@@ -457,3 +460,151 @@ async def test_calls_that_come_while_a_rollout_is_cancelled_leave_nothing_open(h
     assert (totals.calls, totals.lost) == (totals.answers, 0)
     await asyncio.gather(*agents)
     assert (await house.admin(get_totals("r"))).calls == totals.calls
+
+
+async def outcome_of(house, attempt, ending=Outcome.AGENT_EXIT):
+    await house.admin(end_attempt(attempt.rollout, attempt.attempt, Ending(outcome=ending, reward=0.0), 1))
+    rollout = await house.admin(get_rollout(attempt.rollout))
+    return rollout.outcome, rollout.reward
+
+
+async def test_an_engine_that_failed_for_good_is_infrastructure_even_if_the_agent_ends_well(house):
+    house.engine.script = lambda prompt, call: Scripted(status=500)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.InternalServerError):
+        await say(house, attempt.key, [USER])
+    assert await outcome_of(house, attempt, Outcome.OK) == (Outcome.INFRASTRUCTURE, None)
+
+
+async def test_another_call_that_is_answered_does_not_hide_the_one_that_failed(house):
+    house.engine.script = lambda prompt, call: Scripted(status=500) if call == 1 else answer("fine")
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.InternalServerError):
+        await say(house, attempt.key, [USER])
+    await say(house, attempt.key, [{"role": "user", "content": "another"}])
+    assert await outcome_of(house, attempt) == (Outcome.INFRASTRUCTURE, None)
+
+
+async def test_an_attempt_that_times_out_on_an_engine_out_of_reach_is_infrastructure(house, monkeypatch):
+    monkeypatch.setattr(api, "SETTLE_LIMIT_S", 0.2)
+    (attempt,) = await house.attempts()
+    house.engine.close()
+    asking = asyncio.create_task(say(house, attempt.key, [USER]))
+    await asyncio.sleep(0.5)
+    asking.cancel()
+    assert await outcome_of(house, attempt, Outcome.AGENT_TIMEOUT) == (Outcome.INFRASTRUCTURE, None)
+
+
+async def test_of_several_answers_the_good_ones_are_in_the_books_when_one_fails(house):
+    house.engine.script = lambda prompt, call: Scripted(status=500) if call == 2 else answer("fine")
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.InternalServerError):
+        await say(house, attempt.key, [USER], n=3)
+    totals = await house.admin(get_totals("r"))
+    assert totals.sampled_tokens == house.engine.sampled_tokens > 0
+    assert (totals.answers, totals.undelivered, totals.lost) == (2, 2, 1)
+
+
+async def test_a_retry_takes_the_call_whose_client_left_not_the_one_somebody_waits_for(house):
+    (attempt,) = await house.attempts()
+    house.engine.paused = True
+    waiting = asyncio.create_task(say(house, attempt.key, [USER]))
+    while len(house.engine.log) < 1:
+        await asyncio.sleep(0.01)
+    await ask_and_leave(house, attempt.key)
+    retry = asyncio.create_task(say(house, attempt.key, [USER], extra_headers={"x-stainless-retry-count": "1"}))
+    await asyncio.sleep(0.2)
+    house.engine.paused = False
+    texts = {told(await waiting)["content"], told(await retry)["content"]}
+    assert texts == {"answer 1", "answer 2"}
+    assert [node.delivered for node in await house.nodes()] == [True, True]
+
+
+@pytest.mark.parametrize("options", [{"n": 3}, {"max_tokens": 2}])
+async def test_a_request_for_something_else_is_no_retry(house, options):
+    (attempt,) = await house.attempts()
+    await ask_and_leave(house, attempt.key)
+    await finish_what_runs(house)
+    completion = await say(house, attempt.key, [USER], **options)
+    assert len(completion.choices) == options.get("n", 1)
+    assert len(house.engine.log) == 1 + options.get("n", 1)
+
+
+async def test_several_answers_that_nobody_took_are_replayed_together_after_a_restart(house):
+    (attempt,) = await house.attempts()
+    house.engine.paused = True
+    asking = asyncio.create_task(say(house, attempt.key, [USER], n=3))
+    while len(house.engine.log) < 3:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.sleep(0.1)
+    await finish_what_runs(house, answers=3)
+    await house.restart()
+    completion = await say(house, attempt.key, [USER], n=3)
+    assert sorted(choice.message.content for choice in completion.choices) == ["answer 1", "answer 2", "answer 3"]
+    assert len(house.engine.log) == 3
+
+
+async def test_an_answer_is_stored_before_it_is_sent(house, monkeypatch):
+    """A kill between the two must never lose what a client has."""
+    order = []
+    record, send = exchange.record_answers, exchange._send
+
+    def recorded(connection, *rest):
+        time.sleep(0.2)
+        record(connection, *rest)
+        order.append("stored")
+
+    async def sent(*rest):
+        order.append("sent")
+        await send(*rest)
+
+    monkeypatch.setattr(exchange, "record_answers", recorded)
+    monkeypatch.setattr(exchange, "_send", sent)
+    (attempt,) = await house.attempts()
+    await say(house, attempt.key, [USER])
+    assert order == ["stored", "sent"]
+
+
+async def test_the_store_keeps_no_answer_of_an_attempt_that_has_ended(house):
+    """A controller that slept past its lease may still run an agent of an old attempt."""
+    (attempt,) = await house.attempts()
+    await ask_and_leave(house, attempt.key)
+    session = house.exchange._sessions[(attempt.rollout, 1)]
+    await house.store.write(lambda c: lifecycle._retire(c, attempt.rollout, 1, 0.0))
+    house.engine.paused = False
+    with pytest.raises(WireError, match="has ended"):
+        await next(iter(session.calls_in_progress())).task
+    totals = await house.admin(get_totals("r"))
+    assert (totals.answers, totals.sampled_tokens, totals.lost) == (0, 0, 1)
+
+
+async def test_the_key_of_an_ended_attempt_appends_no_events(house):
+    (attempt,) = await house.attempts()
+    agent = type(house.admin)(house.url, attempt.key)
+    with pytest.raises(ApiError, match="at most"):
+        await agent(append_event(Event(rollout=attempt.rollout, attempt=1, type="x", data={"a": "b" * 70000})))
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    with pytest.raises(ApiError, match="has ended"):
+        await agent(append_event(Event(rollout=attempt.rollout, attempt=1, type="x")))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        '{"role": "assistant", "tool_calls": "x"}',
+        '{"role": "assistant", "tool_calls": [1]}',
+        '{"role": "user", "content": ' + "[" * 400 + "]" * 400 + "}",
+    ],
+    ids=["calls that are none", "a call that is none", "deep"],
+)
+async def test_odd_messages_never_break_the_gateway(house, message):
+    (attempt,) = await house.attempts()
+    async with httpx.AsyncClient() as http:
+        response = await http.post(
+            f"{house.url}/v1/chat/completions",
+            content=f'{{"messages": [{message}]}}',
+            headers={"authorization": f"Bearer {attempt.key}"},
+        )
+    assert response.status_code == 400, response.text
+    assert json.loads(response.content)["error"]["message"]

@@ -1,5 +1,8 @@
 import stat
 
+import pytest
+
+from harnessed.config import ConfigError
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
 
 
@@ -32,3 +35,10 @@ def test_the_secret_is_private_and_outlives_restarts(tmp_path):
     key = Keyring.from_file(path).sign(ADMIN)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert Keyring.from_file(path).read(key) == ADMIN
+
+
+def test_a_secret_that_is_not_whole_signs_nothing(tmp_path):
+    path = tmp_path / "secret"
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="not whole"):
+        Keyring.from_file(path)

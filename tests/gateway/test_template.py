@@ -89,3 +89,39 @@ def test_text_in_blocks_is_rendered_as_text(tmp_path, content, rendered):
     template = ChatTemplate(make_policy(tmp_path))
     segment = template.first_segment([{"role": "user", "content": content}], [])
     assert text(segment) == f"<|im_start|>user\n{rendered}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_tokenizer_that_was_saved_with_truncation_and_padding_cuts_and_pads_nothing(tmp_path):
+    folder = make_policy(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.enable_truncation(10)
+    tokenizer.enable_padding(length=200)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    segment = ChatTemplate(folder).first_segment([{"role": "user", "content": "x" * 60}], [])
+    assert text(segment).count("x") == 60
+    assert text(segment).endswith("<|im_start|>assistant\n")
+
+
+def test_text_that_looks_like_the_stub_is_text(tmp_path):
+    template = ChatTemplate(make_policy(tmp_path))
+    odd = "before \u2402answer\u2403 after"
+    segment, _ = template.next_segment([{"role": "user", "content": odd}], [], STOP)
+    assert text(segment) == f"\n<|im_start|>user\n{odd}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b"nonsense"),
+        ("tokenizer_config.json", b"[1]"),
+        ("generation_config.json", b"{"),
+        ("chat_template.jinja", b"\xff\xfe"),
+        ("chat_template.jinja", b"{% if %}"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    folder = make_policy(tmp_path / "policy")
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError):
+        ChatTemplate(folder)

@@ -180,6 +180,14 @@ def test_of_siblings_with_equal_text_the_last_delivered_is_meant(play):
     assert play.parents() == [0, 0, 0, 2]
 
 
+def test_of_siblings_that_differ_in_white_space_the_exact_one_is_meant(play):
+    request = [SYSTEM, user("a")]
+    first = play.ask(request, "same")
+    play.ask(request, "same ")
+    play.ask([*request, said(first), user("b")])
+    assert play.parents() == [0, 0, 1]
+
+
 def test_an_id_names_its_answer_among_equal_ones(play):
     request = [SYSTEM, user("a")]
     first = play.ask(request, "same", calls=[call("aaaaaaaaa")])

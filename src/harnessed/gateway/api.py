@@ -38,6 +38,8 @@ from harnessed.records import (
 
 T = TypeVar("T")
 LONGEST_WAIT_S = 60.0
+SETTLE_LIMIT_S = 30.0
+"""How long the end of an attempt waits for what the engine still generates for it."""
 CANCEL_LIMIT_S = 4.0
 """Somebody waits for a cancellation; what the engine does not finish within this is lost, and counted so."""
 MOST_EVENT_BYTES = 2**16
@@ -192,7 +194,7 @@ class Api:
         def end(connection: Connection) -> Rollout:
             return lifecycle.end_attempt(connection, rollout, attempt, ending, ending.attempts, time.time())
 
-        async with self._exchange.closing([rollout]):
+        async with self._exchange.closing([rollout], SETTLE_LIMIT_S):
             return _answer(await self._store.write(end))
 
     async def claim(self, request: Request) -> Response:

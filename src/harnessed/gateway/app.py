@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from harnessed.config import Gateway
 from harnessed.gateway import lifecycle, recording
-from harnessed.gateway.api import Api
+from harnessed.gateway.api import CANCEL_LIMIT_S, Api
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import Keyring
@@ -83,6 +83,7 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
             ]
         )
         application.state.stop = api.stop
+        application.state.exchange, application.state.store = exchange, store
         yield application
     finally:
         expiry.cancel()
@@ -96,5 +97,5 @@ async def _expire(store: Store, exchange: Exchange) -> None:
         await asyncio.sleep(_EXPIRY_S)
         overdue = await store.read(lambda connection: lifecycle.overdue(connection, time.time()))
         if overdue:
-            async with exchange.closing(overdue):
+            async with exchange.closing(overdue, CANCEL_LIMIT_S):
                 await store.write(lambda connection: lifecycle.expire(connection, time.time()))

@@ -45,8 +45,7 @@ from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError, context_
 from harnessed.records import Limits, Node, Sampling
 
 MOST_BODY_BYTES = 64 * 2**20
-SETTLE_LIMIT_S = 30.0
-"""How long the end of an attempt waits for what the engine still generates for it."""
+ANY_LENGTH = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +131,7 @@ class Exchange:
         return self._templates[folder]
 
     @contextlib.asynccontextmanager
-    async def closing(self, rollouts: Sequence[str], limit_s: float = SETTLE_LIMIT_S) -> AsyncIterator[None]:
+    async def closing(self, rollouts: Sequence[str], limit_s: float) -> AsyncIterator[None]:
         """Around the end of attempts: their further calls are refused, and what the engine still generates for them is
         recorded first, so that the books hold every token. An engine that takes longer is left behind."""
         self._closing.update(rollouts)
@@ -200,7 +199,8 @@ class Exchange:
         for prompt, call, answers in session.tree.undelivered():
             before = len(session.tree.context(answers[0].number)) // 4 - answers[0].sampled
             # What max_tokens was is not known any more: any request that is otherwise the same is taken for the retry.
-            pending = Pending(call, asyncio.create_task(_done(answers)), before, (len(answers), None), connected=False)
+            wanted = (len(answers), ANY_LENGTH)
+            pending = Pending(call, asyncio.create_task(_done(answers)), before, wanted, connected=False)
             session.pending.setdefault(prompt, []).append(pending)
         return session
 
@@ -324,7 +324,7 @@ def _retried(session: Session, turn: Turn, place: Place, retry_count: int) -> Pe
     request that says that it is a retry.
     """
     n, max_tokens = _wanted(turn)
-    same = [p for p in session.pending.get(place.prompt, []) if p.wanted in ((n, max_tokens), (n, None))]
+    same = [p for p in session.pending.get(place.prompt, []) if p.wanted in ((n, max_tokens), (n, ANY_LENGTH))]
     left = [pending for pending in same if not pending.connected]
     for pending in left or (same if retry_count > 0 else []):
         pending.connected = True

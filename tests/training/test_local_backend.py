@@ -1,0 +1,95 @@
+"""One optimiser step of the one-machine backend, against the formula written down again with plain autograd."""
+
+import numpy as np
+import pytest
+import torch
+from policies import add_model, make_policy
+from transcripts import node, transcript
+from transformers import AutoModelForCausalLM
+
+from harnessed.config import ConfigError, Objective, Optimiser
+from harnessed.records import Version
+from harnessed.training.backends.local import LocalBackend
+from harnessed.training.batching import micro_batches
+from harnessed.training.samples import build
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    return add_model(make_policy(tmp_path_factory.mktemp("policy")))
+
+
+def step_of(temperature):
+    """Two rollouts, one of them with two rows; engine log-probabilities far off, so that the cap acts."""
+    first = [
+        node(1, 0, [1, 2], [3, 258], temperature=temperature, logprobs=[-9.0, -1.0]),
+        node(2, 1, [4], [5, 6, 258], temperature=temperature, logprobs=[-4.0, -5.0, -6.0]),
+        node(3, 1, [4, 4], [7, 258], temperature=temperature, logprobs=[-5.0, -5.5]),
+    ]
+    second = [node(1, 0, [1], [8, 258], temperature=temperature, logprobs=[-5.5, -5.5])]
+    samples = [build(transcript(first, id="g.0")), build(transcript(second, id="g.1", reward=0.0))]
+    return samples, [1.5, -0.5]
+
+
+def plain_loss(model, samples, advantages, temperature, cap):
+    """-J of the objective, token by token; at the start of an update pi_old is pi."""
+    total = torch.zeros(())
+    for sample, advantage in zip(samples, advantages, strict=True):
+        for row in sample.rows:
+            logits = model(input_ids=torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0]
+            for place in np.flatnonzero(row.trained):
+                distribution = torch.log_softmax(logits[place - 1] / temperature, -1)
+                logprob = distribution[int(row.tokens[place])]
+                importance = min(cap, float(torch.exp(logprob.detach() - float(row.logprobs[place]))))
+                ratio = torch.exp(logprob - logprob.detach())
+                total = total - importance * ratio * advantage / (len(samples) * sample.trained_tokens)
+    return total
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budget):
+    optimiser = Optimiser(learning_rate=1e-2, clip_norm=0.05)
+    backend = LocalBackend(policy, tmp_path / "weights", optimiser, threads=1)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=optimiser.betas, weight_decay=0.0)
+    samples, advantages = step_of(temperature)
+    for number in (1, 2):
+        update = backend.update(micro_batches(samples, advantages, budget), Objective(importance_cap=2.0))
+        plain.zero_grad()
+        loss = plain_loss(model, samples, advantages, temperature, 2.0)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        plain.step()
+        assert update.applied
+        assert backend.version == Version(0, number)
+        assert update.metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        assert update.metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        assert norm > 0.05  # clipping had something to do
+        for ours, theirs in zip(backend._model.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(ours, theirs, atol=2e-4)
+
+
+def test_an_update_that_is_not_finite_is_not_applied(policy, tmp_path):
+    backend = LocalBackend(policy, tmp_path / "weights", Optimiser(learning_rate=1e-2), threads=1)
+    before = [parameter.detach().clone() for parameter in backend._model.parameters()]
+    samples, _ = step_of(1.0)
+    update = backend.update(micro_batches(samples, [float("inf"), 1.0], 1000), Objective())
+    assert not update.applied
+    assert backend.version == Version(0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, backend._model.parameters(), strict=True))
+    assert backend.update(micro_batches(samples, [1.0, -1.0], 1000), Objective()).applied
+
+
+def test_weights_that_were_served_before_go_on_in_a_new_lineage(policy, tmp_path):
+    first = LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1)
+    samples, advantages = step_of(1.0)
+    first.update(micro_batches(samples, advantages, 1000), Objective())
+    assert LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1).version == Version(1, 2)
+
+
+def test_a_model_that_cannot_be_loaded_is_a_configuration_error(policy, tmp_path):
+    damaged = add_model(make_policy(tmp_path / "damaged"))
+    (damaged / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="cannot load"):
+        LocalBackend(damaged, tmp_path / "weights", Optimiser(), threads=1)

@@ -53,6 +53,11 @@ def garbage(task):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def odd_signal(task):
+    signal.signal(40, signal.SIG_DFL)
+    os.kill(os.getpid(), 40)
+
+
 def unserialisable(task):
     return object()
 

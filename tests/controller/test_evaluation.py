@@ -26,7 +26,7 @@ def test_the_evaluator_sees_what_the_agent_does_not(local: Running) -> None:
     [
         ("judge_error", "evaluator: exit status 1: KeyError: 'the evaluator is broken'"),
         ("judge_text", "evaluator: exit status 1: ValueError: the evaluator gave 'good' as reward"),
-        ("judge_nan", "evaluator: exit status 1: ValueError: the evaluator gave 'nan' as reward"),
+        ("judge_nan", "evaluator: exit status 1: ValueError: the evaluator gave nan as reward"),
         ("judge_hang", "evaluator: ran longer than 2 s"),
         ("judge_exit", "evaluator: exit status 3"),
     ],
@@ -72,12 +72,16 @@ def test_a_command_evaluator_prints_its_verdict_last(tmp_path, gateway) -> None:
 
         assert judged("0.25") == 0.25
         assert judged(json.dumps({"reward": 1, "x": 2})) == 1.0
-        assert judged("NaN") == "evaluator: the evaluator gave 'nan' as reward, which is not a finite number"
+        assert judged("NaN").startswith("evaluator: the evaluator gave nan as reward, which is not a number")
+        assert judged("[" * 60_000).startswith("evaluator: ")
+        assert judged("1" + "0" * 400).startswith("evaluator: the evaluator gave 1000")
         assert judged("").startswith("evaluator: Expecting value"), "the last line that is not empty counts"
-        assert judged("[1]").startswith("evaluator: the evaluator gave '[1]' as reward")
+        assert judged("[1]").startswith("evaluator: the evaluator gave [1] as reward")
 
 
-@pytest.mark.parametrize("value", ["1", None, [], {}, {"x": 1}, {"reward": None}, {"reward": 1, "x": "y"}, 1e999])
+@pytest.mark.parametrize(
+    "value", ["1", None, [], {}, {"x": 1}, {"reward": None}, {"reward": 1, "x": "y"}, 1e999, 1e308]
+)
 def test_what_is_no_verdict(value) -> None:
     with pytest.raises(ValueError, match="the evaluator gave"):
         read_verdict(value)
@@ -86,3 +90,8 @@ def test_what_is_no_verdict(value) -> None:
 def test_what_is_a_verdict() -> None:
     assert read_verdict(True) == {"reward": 1.0}
     assert read_verdict({"reward": 2, "a": 0.5}) == {"reward": 2.0, "a": 0.5}
+
+
+def test_an_integer_too_long_to_print_is_no_verdict() -> None:
+    with pytest.raises(ValueError, match="a huge integer"):
+        read_verdict(10**5000)

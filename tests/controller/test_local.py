@@ -69,6 +69,7 @@ def test_attempts_draw_different_random_numbers(local: Running) -> None:
         ("fail", "agent_exit", "exit status 1: RuntimeError: it broke, and the key is ***"),
         ("leave", "agent_exit", "exit status 7"),
         ("garbage", "agent_exit", "ended by SIGSEGV"),
+        ("odd_signal", "agent_exit", "ended by signal 40"),
         ("unserialisable", "agent_exit", "exit status 1: TypeError: Object of type object is not JSON serializable"),
         ("hang", "agent_timeout", "ran longer than 3 s: hanging"),
         ("fill_log", "agent_exit", "exit status 1"),

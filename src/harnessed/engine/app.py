@@ -58,15 +58,21 @@ class Refusal(Exception):
         self.code = code
 
 
-def make_app(queue: Queue, name: str, vocabulary: int, context: int) -> Starlette:
-    """The application of one model: its name for people, its number of token ids and its longest sequence."""
+class Routes:
+    """The routes of one model: its queue, its name for people, its number of token ids and its longest sequence."""
 
-    async def post_generate(request: Request) -> Response:
-        sequence = _read(await request.body(), vocabulary, context)
+    def __init__(self, queue: Queue, name: str, vocabulary: int, context: int) -> None:
+        self._queue = queue
+        self._name = name
+        self._vocabulary = vocabulary
+        self._context = context
+
+    async def generate(self, request: Request) -> Response:
+        sequence = _read(await request.body(), self._vocabulary, self._context)
         # After the body, the next message says that the client went away.
         gone = asyncio.ensure_future(request.receive())
         try:
-            version = await queue.generate(sequence, gone)
+            version = await self._queue.generate(sequence, gone)
         except Unavailable as error:
             raise Refusal(503, "unavailable", str(error)) from error
         except Failed as error:
@@ -84,29 +90,34 @@ def make_app(queue: Queue, name: str, vocabulary: int, context: int) -> Starlett
             }
         )
 
-    async def get_health(_: Request) -> Response:
-        version, reason = queue.served()
+    async def health(self, _: Request) -> Response:
+        version, reason = self._queue.served()
         return _json(
             {
                 "status": "unusable" if reason else "ok",
                 "reason": reason,
-                "model": name,
+                "model": self._name,
                 "version": version.pack(),
-                "sampled_tokens": queue.sampled_tokens,
-                "running": queue.running,
-                "waiting": queue.waiting,
-                "paused": queue.paused,
-                "context": context,
+                "sampled_tokens": self._queue.sampled_tokens,
+                "running": self._queue.running,
+                "waiting": self._queue.waiting,
+                "paused": self._queue.paused,
+                "context": self._context,
             }
         )
 
-    async def post_pause(_: Request) -> Response:
-        await queue.pause()
+    async def pause(self, _: Request) -> Response:
+        await self._queue.pause()
         return _json({})
 
-    async def post_resume(_: Request) -> Response:
-        queue.resume()
+    async def resume(self, _: Request) -> Response:
+        self._queue.resume()
         return _json({})
+
+
+def make_app(queue: Queue, name: str, vocabulary: int, context: int) -> Starlette:
+    """The application of one model; its queue runs while it does."""
+    routes = Routes(queue, name, vocabulary, context)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -119,10 +130,10 @@ def make_app(queue: Queue, name: str, vocabulary: int, context: int) -> Starlett
 
     return Starlette(
         routes=[
-            Route("/generate", post_generate, methods=["POST"]),
-            Route("/health", get_health),
-            Route("/pause", post_pause, methods=["POST"]),
-            Route("/resume", post_resume, methods=["POST"]),
+            Route("/generate", routes.generate, methods=["POST"]),
+            Route("/health", routes.health),
+            Route("/pause", routes.pause, methods=["POST"]),
+            Route("/resume", routes.resume, methods=["POST"]),
         ],
         exception_handlers={Refusal: _on_refusal, HTTPException: _on_http_error},
         lifespan=lifespan,

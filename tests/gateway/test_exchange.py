@@ -608,3 +608,26 @@ async def test_odd_messages_never_break_the_gateway(house, message):
         )
     assert response.status_code == 400, response.text
     assert json.loads(response.content)["error"]["message"]
+
+
+async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused(house, monkeypatch):
+    """The attempt was read from the store while it lived; when the reading is done it has ended."""
+    (attempt,) = await house.attempts()
+    load, reading, cancelled = exchange.load_attempt, asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(connection, id):
+        known = load(connection, id)
+        loop.call_soon_threadsafe(reading.set)
+        asyncio.run_coroutine_threadsafe(cancelled.wait(), loop).result(10)
+        return known
+
+    monkeypatch.setattr(exchange, "load_attempt", slow)
+    asking = asyncio.create_task(say(house, attempt.key, [USER]))
+    await reading.wait()
+    await house.admin(cancel_group("g"))
+    cancelled.set()
+    with pytest.raises(openai.PermissionDeniedError, match="has ended"):
+        await asking
+    assert house.engine.log == []
+    assert (await house.admin(get_totals("r"))).calls == 0

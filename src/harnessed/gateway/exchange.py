@@ -102,7 +102,7 @@ class Exchange:
         self._engines = engines
         self._keyring = keyring
         self._sessions: dict[AttemptId, Session] = {}
-        self._loading: dict[AttemptId, asyncio.Lock] = {}
+        self._loading: dict[AttemptId, asyncio.Task[Session]] = {}
         self._templates: dict[str, ChatTemplate] = {}
         self._closing: Counter[str] = Counter()
         """Rollouts whose attempt is being ended."""
@@ -147,6 +147,9 @@ class Exchange:
             self._closing += Counter()
             for session in [session for attempt, session in self._sessions.items() if attempt[0] in set(rollouts)]:
                 self._forget(session)
+            for attempt, loading in self._loading.items():
+                if attempt[0] in set(rollouts):  # what it has read may be older than the end
+                    loading.add_done_callback(self._end)
 
     async def _blame_engine(self, session: Session) -> None:
         """An attempt that ends while its engine is out of reach did not fail by itself."""
@@ -154,6 +157,10 @@ class Exchange:
         if trouble and any(not pending.task.done() for pending in session.calls_in_progress()):
             fault = f"engine: {trouble}"
             await self._store.write(lambda connection: record_fault(connection, session.attempt, fault))
+
+    def _end(self, loading: "asyncio.Task[Session]") -> None:
+        if not loading.cancelled() and loading.exception() is None:
+            self._forget(loading.result())
 
     def _forget(self, session: Session) -> None:
         session.ended = True
@@ -172,10 +179,11 @@ class Exchange:
     async def _session(self, key: Key) -> Session:
         attempt = (key.rollout, key.attempt)
         if attempt not in self._sessions:
-            async with self._loading.setdefault(attempt, asyncio.Lock()):
-                if attempt not in self._sessions:
-                    self._sessions[attempt] = await self._load(attempt)
-            self._loading.pop(attempt, None)
+            loading = self._loading.get(attempt)
+            if loading is None:
+                loading = self._loading[attempt] = asyncio.create_task(self._load(attempt))
+                loading.add_done_callback(lambda _: self._loading.pop(attempt))
+            return await asyncio.shield(loading)
         return self._sessions[attempt]
 
     async def _load(self, attempt: AttemptId) -> Session:
@@ -202,6 +210,7 @@ class Exchange:
             wanted = (len(answers), ANY_LENGTH)
             pending = Pending(call, asyncio.create_task(_done(answers)), before, wanted, connected=False)
             session.pending.setdefault(prompt, []).append(pending)
+        self._sessions[attempt] = session  # before anybody who waits for it goes on
         return session
 
     def _prove_delivered(self, session: Session, place: Place) -> None:

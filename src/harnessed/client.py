@@ -226,7 +226,8 @@ def renew(owner: str) -> Call[list[str]]:
 def end_attempt(rollout: str, attempt: int, ending: Ending, attempts: int) -> Call[Rollout]:
     """Report an ending. `infrastructure` queues the rollout again while it has had fewer than `attempts` attempts."""
     body = _dump(ending) | {"attempts": attempts}
-    return Call("POST", f"/api/rollouts/{rollout}/attempts/{attempt}/end", _json(Rollout), body)
+    # The gateway waits up to 30 s for what its engine still generates for the attempt.
+    return Call("POST", f"/api/rollouts/{rollout}/attempts/{attempt}/end", _json(Rollout), body, timeout_s=60)
 
 
 def post_reward(rollout: str, reward: Reward) -> Call[Rollout]:

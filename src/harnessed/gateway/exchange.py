@@ -46,6 +46,7 @@ from harnessed.records import Limits, Node, Sampling
 
 MOST_BODY_BYTES = 64 * 2**20
 ANY_LENGTH = -1
+"""In place of a max_tokens that is not known any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +85,7 @@ class Session:
     faults: dict[Digest, str] = field(default_factory=dict)
     """Requests that were refused or failed and have not been answered since."""
     ended: bool = False
+    """Its attempt has ended; who still holds the session admits nothing more."""
 
     def calls_in_progress(self) -> list[Pending]:
         return [pending for waiting in self.pending.values() for pending in waiting]

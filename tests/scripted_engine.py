@@ -4,7 +4,8 @@
         ...  # engine.url, engine.log, engine.sampled_tokens, engine.version
 
 It runs in a thread of its own, so that it serves sync and async tests alike. A script gives token ids, or a `Scripted`
-for whatever an engine may also do: end by length, be slow, refuse, hang up.
+for whatever an engine may also do: end by length, break off, be slow, refuse, hang up. With a `policy` it speaks Chat
+Completions too, as vLLM does with `return_token_ids`: it applies the policy's template, and reads its own tokens back.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from harnessed.gateway.template import ChatTemplate
 from harnessed.records import Version
 
 START_LIMIT_S = 10
@@ -33,6 +36,11 @@ class Scripted:
 
     tokens: list[int] = field(default_factory=list)
     finish: str = "stop"
+    """`interrupted`: it breaks off after these tokens."""
+    message: dict[str, Any] | None = None
+    """In chat: what its parser made of the tokens; None: their text."""
+    prompt: list[int] | None = None
+    """In chat: what it made of the messages; None: what the template writes, encoded in one piece."""
     delay_s: float = 0
     """Before the answer."""
     status: int = 200
@@ -54,6 +62,9 @@ class Logged:
     temperature: float
     seed: int
     stop: list[int]
+    stop_strings: list[str] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """In chat."""
     answer: list[int] = field(default_factory=list)
     finish: str = ""
     """Empty until it is answered."""
@@ -62,7 +73,13 @@ class Logged:
 class ScriptedEngine:
     """The server; attributes may be read and changed while it runs."""
 
-    def __init__(self, script: Script, version: Version = Version(0, 0), context: int = 32_768) -> None:  # noqa: B008
+    def __init__(
+        self,
+        script: Script,
+        version: Version = Version(0, 0),  # noqa: B008
+        context: int = 32_768,
+        policy: Path | None = None,
+    ) -> None:
         self.script = script
         self.version = version
         """Stamped on the tokens of answers that begin from now on."""
@@ -74,6 +91,7 @@ class ScriptedEngine:
         self.waiting = 0
         self.paused = False
         self.url = ""
+        self._policy = policy
         self._server: uvicorn.Server | None = None
 
     def __enter__(self) -> Self:
@@ -81,6 +99,7 @@ class ScriptedEngine:
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         routes = [
             Route("/generate", self._generate, methods=["POST"]),
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/health", self._health),
             Route("/pause", self._pause, methods=["POST"]),
             Route("/resume", self._resume, methods=["POST"]),
@@ -113,36 +132,71 @@ class ScriptedEngine:
 
     async def _generate(self, request: Request) -> Response:
         call = Logged(**await request.json())
+        return await self._serve(call, self._tokens_answer)
+
+    async def _chat(self, request: Request) -> Response:
+        asked = await request.json()
+        assert asked["logprobs"] and asked["return_token_ids"] and asked.get("n", 1) == 1
+        tools = asked.get("tools", [])
+        call = Logged(
+            prompt=self._template().first_segment(asked["messages"], tools),
+            stop=asked["stop_token_ids"],
+            stop_strings=asked.get("stop", []),
+            **{name: asked[name] for name in ("max_tokens", "temperature", "seed", "messages")},
+        )
+        return await self._serve(call, self._chat_answer)
+
+    async def _serve(self, call: Logged, answer_to: Callable[[Logged, Scripted, int], dict[str, Any]]) -> Response:
         self.log.append(call)
         number = len(self.log)
         if len(call.prompt) + call.max_tokens > self.context:
-            return _error(400, "context", f"the model's context is {self.context} tokens")
+            return _error(400, "context", f"the model's maximum context length is {self.context} tokens")
         await self._until(lambda: not self.paused)
         self.running += 1
         try:
-            return await self._answer(call, number)
+            return await self._answer(call, number, answer_to)
         finally:
             self.running -= 1
 
-    async def _answer(self, call: Logged, number: int) -> Response:
+    async def _answer(
+        self, call: Logged, number: int, answer_to: Callable[[Logged, Scripted, int], dict[str, Any]]
+    ) -> Response:
         version = self.version
         scripted = self.script(call.prompt, number)
         answer = scripted if isinstance(scripted, Scripted) else Scripted(scripted)
         await asyncio.sleep(answer.delay_s)
         if answer.status != 200:
             return _error(answer.status, "scripted", "scripted failure")
+        call.prompt = answer.prompt or call.prompt
         call.answer = answer.tokens[: call.max_tokens]
         call.finish = answer.finish if len(call.answer) == len(answer.tokens) else "length"
         self.sampled_tokens += len(call.answer)
         if answer.hang_up:
             return _HangUp()
-        body = {
-            "tokens": call.answer,
-            "logprobs": self.logprobs(number, len(call.answer)),
-            "versions": [version.pack()] * len(call.answer),
-            "finish": call.finish,
+        return JSONResponse(answer_to(call, answer, number) | {"versions": [version.pack()] * len(call.answer)})
+
+    def _template(self) -> ChatTemplate:
+        """Read again for each call, since tests change it."""
+        assert self._policy is not None
+        return ChatTemplate(self._policy)
+
+    def _tokens_answer(self, call: Logged, _: Scripted, number: int) -> dict[str, Any]:
+        return {"tokens": call.answer, "logprobs": self.logprobs(number, len(call.answer)), "finish": call.finish}
+
+    def _chat_answer(self, call: Logged, scripted: Scripted, number: int) -> dict[str, Any]:
+        template = self._template()
+        text = template.text(call.answer, stopped=call.answer[-1] in template.stop_ids)
+        message = scripted.message or {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
+        logprobs = [{"token": "", "logprob": value} for value in self.logprobs(number, len(call.answer))]
+        finish = {"stop": "tool_calls" if message.get("tool_calls") else "stop", "interrupted": "abort"}
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": {"content": logprobs},
+            "finish_reason": finish.get(call.finish, call.finish),
+            "token_ids": call.answer,
         }
-        return JSONResponse(body)
+        return {"id": f"chatcmpl-{number}", "choices": [choice], "prompt_token_ids": call.prompt}
 
     async def _health(self, _: Request) -> Response:
         body = {

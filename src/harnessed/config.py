@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
-from harnessed.records import Limits, Sampling
+from harnessed.records import Dialect, History, Limits, Sampling
 
 
 class ConfigError(Exception):
@@ -58,6 +58,10 @@ class Run(Settings):
 class Policy(Settings):
     model: ConfigPath
     """A transformers folder: config.json, safetensors, tokenizer.json and a chat template."""
+    history: History = History.EXACT
+    """What stands in a context for earlier answers. `exact`: the sampled tokens. `template`: what the chat template
+    makes of them; where it changes one (strips its reasoning, say) the conversation goes on in a new training row.
+    docs/templates.md says what each means for deployment."""
 
 
 class Tasks(Settings):
@@ -147,6 +151,11 @@ class Controller(Settings):
 class EngineSettings(Settings):
     url: Url | None = None
     """A running engine to use; none: the run starts the small one of this project."""
+    speaks: Dialect = Dialect.TOKENS
+    """How a running engine is asked. `tokens`: as the engine of this project. `chat`: OpenAI's Chat Completions with
+    `return_token_ids`, as vLLM has them; it says no version, so staleness is not checked."""
+    model: str = ""
+    """The name under which an engine that speaks chat serves the policy."""
     weights: ConfigPath | None = None
     """Folder of the weights that the trainer writes and a running engine reads; needed to train with `engine.url`."""
     host: str = "127.0.0.1"
@@ -156,6 +165,12 @@ class EngineSettings(Settings):
     batch: int = Field(64, ge=1)
     """Most sequences generated at once."""
     start_limit_s: float = Field(120, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _chats_elsewhere(self) -> "EngineSettings":
+        if self.speaks == Dialect.CHAT and not (self.url and self.model):
+            raise ValueError("engine.speaks: chat needs engine.url and engine.model, the server and the name it serves")
+        return self
 
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]

@@ -64,6 +64,10 @@ class Fate(StrEnum):
     CANCELLED = "cancelled"
 
 
+UNKNOWN_VERSION = -1
+"""In place of a packed version: the engine does not say what sampled the token."""
+
+
 class Version(NamedTuple):
     """A policy version, never used twice. `number` only grows, over restarts too; a restart begins a new lineage."""
 
@@ -84,6 +88,35 @@ class Version(NamedTuple):
 class Purpose(StrEnum):
     TRAIN = "train"
     EVALUATION = "evaluation"
+
+
+class History(StrEnum):
+    """What stands in a context for earlier answers."""
+
+    EXACT = "exact"
+    """The sampled tokens, whatever the chat template makes of an answer that is repeated."""
+    TEMPLATE = "template"
+    """What the chat template writes; where that is not what was sampled, the conversation goes on in a new row."""
+
+
+class Split(StrEnum):
+    """Why a conversation goes on in a new row although the request repeats an earlier answer."""
+
+    TEMPLATE = "template"
+    """The template writes the answer in another way than it was sampled: reasoning stripped, say."""
+    RETOKENISED = "retokenised"
+    """The same text came back from the engine as other tokens."""
+    EDITED = "edited"
+    """The harness changed its history: the answer itself, or what stood before it."""
+
+
+class Dialect(StrEnum):
+    """How an engine is asked."""
+
+    TOKENS = "tokens"
+    """Token ids in, token ids out: the protocol of `engine/app.py`."""
+    CHAT = "chat"
+    """OpenAI's Chat Completions with `return_token_ids` (vLLM); the engine applies the chat template."""
 
 
 class State(StrEnum):
@@ -131,6 +164,7 @@ class RunSpec(Record):
     policy: str
     """Folder of the policy's tokenizer and chat template, as the gateway's machine sees it."""
     limits: Limits = Limits()
+    history: History = History.EXACT
 
 
 class GroupSpec(Record):
@@ -244,6 +278,9 @@ class EngineSpec(Record):
     url: str
     run: str
     """The run whose policy it serves."""
+    speaks: Dialect = Dialect.TOKENS
+    model: str = ""
+    """Name to ask for where the engine speaks chat."""
 
 
 class Engine(EngineSpec):
@@ -284,23 +321,28 @@ class Node:
     logprobs: bytes
     """float32, one per sampled token, of the distribution actually sampled from. Empty: the engine gave none."""
     versions: bytes
-    """int32, one per sampled token: the packed `Version` that sampled it."""
+    """int32, one per sampled token: the packed `Version` that sampled it, or UNKNOWN_VERSION."""
     temperature: float
     finish: str
-    """`stop` or `length`."""
+    """`stop`, `length` or `interrupted`: the engine broke off, and nothing of it was delivered."""
     cut: int
     """Tokens at the end of the parent's answer that are not part of this context: 1 where the parent ended with a stop
     token that history writes differently, else 0."""
     delivered: bool
     """The last byte of the answer was handed to the kernel, or a later request repeated it."""
+    follows: int = 0
+    """Number of the node whose conversation the request goes on with, by what its messages mean. Another one than
+    `parent` only where a split parts them."""
+    split: str = ""
+    """A `Split`: why the context leaves an answer that the request repeats. Empty: it does not."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The request's messages that the segment encodes, as they came."""
+    """The request's messages after that conversation, as they came."""
     message: dict[str, Any] = field(default_factory=dict)
     """The assistant message as delivered."""
     call: str = ""
     """Id of the call that it answers; the answers of a request for several share it."""
     tools: list[dict[str, Any]] = field(default_factory=list)
-    """Tool declarations of the request; only where a conversation starts."""
+    """Tool declarations of the request; only where it follows no conversation."""
 
     @property
     def sampled(self) -> int:

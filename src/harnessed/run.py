@@ -83,12 +83,18 @@ class Run:
             arguments = [*self._arguments, f"gateway.url={self.gateway_url}", *options, "--run-id", self.id]
             self._services.start("controller", arguments)
         self.gateway = Client(self.gateway_url, admin_key())
-        self.gateway(create_run(RunSpec(id=self.id, policy=str(config.policy.model), limits=config.limits)))
+        policy = config.policy
+        self.gateway(
+            create_run(RunSpec(id=self.id, policy=str(policy.model), limits=config.limits, history=policy.history))
+        )
 
     def wait_for_engine(self) -> None:
         """Register the engine as soon as it answers. Raises services.ServiceDied."""
-        engine = EngineSpec(id=f"{self.id}-engine", url=self.engine_url, run=self.id)
-        limit = self._config.engine.start_limit_s
+        settings = self._config.engine
+        engine = EngineSpec(
+            id=f"{self.id}-engine", url=self.engine_url, run=self.id, speaks=settings.speaks, model=settings.model
+        )
+        limit = settings.start_limit_s
         self._services.wait("the engine was not ready", lambda: self.gateway(register_engine(engine)).healthy, limit)
 
     def watch(self) -> Watch:

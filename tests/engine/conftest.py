@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helper beside this file
 
-from running_engine import CONTEXT, VOCABULARY, RunningEngine, running_engine
+from running_engine import CONTEXT, VOCABULARY, RunningEngine, make_tokenizer, running_engine
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     path = tmp_path_factory.mktemp("policy") / "tiny"
     Qwen3ForCausalLM(config).save_pretrained(path)
+    make_tokenizer().save(str(path / "tokenizer.json"))
     return path
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
@@ -14,9 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from tokenizers import Tokenizer, decoders, models
 
 VOCABULARY = 40
 CONTEXT = 2048
+
+LETTERS = string.ascii_letters[:VOCABULARY]
+"""The text of each token."""
+
+
+def make_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab={letter: id for id, letter in enumerate(LETTERS)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
 
 PROGRAM = """
 import socket, sys

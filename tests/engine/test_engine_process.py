@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
-from running_engine import CONTEXT, VOCABULARY, RunningEngine, environment, running_engine
+from running_engine import CONTEXT, LETTERS, VOCABULARY, RunningEngine, environment, running_engine
 from scripted_engine import Scripted, ScriptedEngine
 
 from harnessed.config import EngineSettings
+from harnessed.engine.app import Refusal, _read
 from harnessed.engine.generate import Batch, Sequence
 from harnessed.engine.serve import StartError, serve
 from harnessed.records import Version
@@ -33,6 +34,20 @@ def test_an_answer_has_its_tokens_with_logprobs_and_versions(engine, model):
     assert answer["versions"] == [Version(0, 0).pack()] * 8
     assert answer["finish"] == "length"
     assert engine.generate(seed=11, temperature=0.9, stop=[expected.tokens[0]])["finish"] == "stop"
+
+
+def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(engine):
+    whole = engine.generate(max_tokens=12)
+    text = "".join(LETTERS[token] for token in whole["tokens"])
+    stopped = engine.generate(max_tokens=12, stop_strings=["not there", text[4:7]])
+    end = text.index(text[4:7]) + 3
+    assert (stopped["tokens"], stopped["finish"]) == (whole["tokens"][:end], "stop")
+    assert stopped["logprobs"] == pytest.approx(whole["logprobs"][:end], abs=1e-5)
+
+
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(Refusal, match=r"tokenizer\.json"):
+        _read(b'{"prompt": [1], "max_tokens": 1, "temperature": 1, "seed": 0, "stop_strings": ["x"]}', 40, 2048, None)
 
 
 def test_many_at_once_get_what_each_gets_alone_and_every_token_is_counted(engine):

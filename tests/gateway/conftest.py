@@ -15,15 +15,15 @@ from harnessed.client import AsyncClient, claim, create_groups, create_run, get_
 from harnessed.config import Gateway
 from harnessed.gateway.app import Server, gateway
 from harnessed.gateway.keys import ADMIN, Keyring
-from harnessed.records import Assignment, EngineSpec, GroupSpec, Limits, RunSpec, Sampling
+from harnessed.records import Assignment, Dialect, EngineSpec, GroupSpec, History, Limits, RunSpec, Sampling
 
 
 class House:
     """One gateway, its engine, and a run `r` with groups as the test makes them."""
 
-    def __init__(self, folder, engine: ScriptedEngine) -> None:
+    def __init__(self, folder, policy, engine: ScriptedEngine) -> None:
         self.folder = folder
-        self.policy = make_policy(folder / "policy")
+        self.policy = policy
         self.engine = engine
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -53,9 +53,10 @@ class House:
         self._stack = contextlib.AsyncExitStack()
         await self.start()
 
-    async def make_run(self, **limits) -> None:
-        await self.admin(create_run(RunSpec(id="r", policy=str(self.policy), limits=Limits(**limits))))
-        await self.admin(register_engine(EngineSpec(id="e", url=self.engine.url, run="r")))
+    async def make_run(self, history=History.EXACT, speaks=Dialect.TOKENS, **limits) -> None:
+        limits = Limits(**{"context": 2000} | limits)
+        await self.admin(create_run(RunSpec(id="r", policy=str(self.policy), limits=limits, history=history)))
+        await self.admin(register_engine(EngineSpec(id="e", url=self.engine.url, run="r", speaks=speaks, model="m")))
 
     async def attempts(self, n: int = 1, group: str = "g", **sampling) -> list[Assignment]:
         """A new group of n rollouts, all claimed."""
@@ -74,10 +75,11 @@ class House:
 
 @pytest.fixture
 async def house(tmp_path) -> AsyncIterator[House]:
-    with ScriptedEngine(lambda prompt, call: answer(f"answer {call}")) as engine:
-        house = House(tmp_path, engine)
+    policy = make_policy(tmp_path / "policy")
+    with ScriptedEngine(lambda prompt, call: answer(f"answer {call}"), policy=policy) as engine:
+        house = House(tmp_path, policy, engine)
         await house.start()
-        await house.make_run(context=2000)
+        await house.make_run()
         try:
             yield house
         finally:

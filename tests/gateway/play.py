@@ -48,20 +48,22 @@ class Play:
         place = self.tree.place(list(messages), list(tools))
         self.tree.prove_delivered(place)
         segment = self.tree.segment(place, list(tools), self.template)
-        prompt = array("i", self.tree.context(place.parent, segment.cut)).tolist() + segment.ids
+        prompt = array("i", self.tree.context(segment.parent, segment.cut)).tolist() + segment.ids
         sampled = ids(text) + ([] if stop is None else [stop])
         message = {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
         node = make_node(
             len(self.tree.nodes) + 1,
-            place.parent,
+            segment.parent,
             segment.ids,
             sampled,
             finish="length" if stop is None else "stop",
             cut=segment.cut,
             delivered=delivered,
+            follows=place.follows,
+            split=segment.split,
             messages=place.new,
             message=message,
-            tools=[] if place.parent else list(tools),
+            tools=[] if place.follows else list(tools),
         )
         self.prompts[node.number] = prompt
         self.tree.add(node, place.prompt)

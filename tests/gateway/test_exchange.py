@@ -22,7 +22,7 @@ from harnessed.client import (
     get_transcripts,
     post_reward,
 )
-from harnessed.gateway import api, exchange, lifecycle
+from harnessed.gateway import api, exchange, lifecycle, session
 from harnessed.gateway.keys import Key, Scope
 from harnessed.gateway.wire.turn import WireError
 from harnessed.records import Ending, Event, Outcome, Reward, Version
@@ -402,7 +402,7 @@ async def test_a_key_in_the_path_or_in_another_header_serves_as_well(house):
         (b'{"messages": "hi"}', "list of objects"),
         (b'{"messages": [{"content": "x"}]}', "role"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stream": true}', "stream"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stop": ["a"]}', "stop"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}', "stop"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "tool_choice"),
         (b'{"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}', "response_format"),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "`n`"),
@@ -574,7 +574,7 @@ async def test_the_store_keeps_no_answer_of_an_attempt_that_has_ended(house):
     await house.store.write(lambda c: lifecycle._retire(c, attempt.rollout, 1, 0.0))
     house.engine.paused = False
     with pytest.raises(WireError, match="has ended"):
-        await next(iter(session.calls_in_progress())).task
+        await next(iter(session.calls_in_progress())).answers
     totals = await house.admin(get_totals("r"))
     assert (totals.answers, totals.sampled_tokens, totals.lost) == (0, 0, 1)
 
@@ -613,7 +613,7 @@ async def test_odd_messages_never_break_the_gateway(house, message):
 async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused(house, monkeypatch):
     """The attempt was read from the store while it lived; when the reading is done it has ended."""
     (attempt,) = await house.attempts()
-    load, reading, cancelled = exchange.load_attempt, asyncio.Event(), asyncio.Event()
+    load, reading, cancelled = session.load_attempt, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def slow(connection, id):
@@ -622,7 +622,7 @@ async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused
         asyncio.run_coroutine_threadsafe(cancelled.wait(), loop).result(10)
         return known
 
-    monkeypatch.setattr(exchange, "load_attempt", slow)
+    monkeypatch.setattr(session, "load_attempt", slow)
     asking = asyncio.create_task(say(house, attempt.key, [USER]))
     await reading.wait()
     await house.admin(cancel_group("g"))

@@ -111,7 +111,7 @@ def test_a_rendering_would_drift_and_the_transcript_does_not(tmp_path):
 
     request = [user("x"), message, user("y")]
     place = tree.place(request, [])
-    ours = array("i", tree.context(place.parent)).tolist() + tree.segment(place, [], template).ids
+    ours = array("i", tree.context(place.follows)).tolist() + tree.segment(place, [], template).ids
     rendered = template.first_segment(request, [])
     assert message["content"] == "ab"
     assert ours[len(segment.ids) :][:3] == [a, b, stop]

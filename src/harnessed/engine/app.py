@@ -1,6 +1,7 @@
 """The engine's HTTP interface, used by the gateway (generate, health) and the trainer (pause, resume).
 
-    POST /generate  {"prompt": [id], "max_tokens": int, "temperature": float, "seed": int, "stop": [id]}
+    POST /generate  {"prompt": [id], "max_tokens": int, "temperature": float, "seed": int, "stop": [id],
+                     "stop_strings": [text]}
                  -> {"tokens": [id], "logprobs": [float], "versions": [packed version], "finish": "stop" | "length"}
     GET  /health -> {"status": "ok" | "unusable", "reason": why it is unusable, "model": name, "version": packed,
                      "sampled_tokens": int, "running": int, "waiting": int, "paused": bool, "context": tokens}
@@ -15,7 +16,7 @@ Why a short loop of our own: transformers' continuous batching, on a CPU and for
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from tokenizers import Tokenizer
 
 from harnessed.engine.generate import LOWEST_TEMPERATURE, Sequence
 from harnessed.engine.queue import Failed, Queue, Unavailable
@@ -47,6 +49,7 @@ class GenerateRequest(Record):
     seed: int = Field(ge=0)
     """The same seed, prompt and weights give the same answer, whatever else is generated at the time."""
     stop: list[int] = Field(default_factory=list)
+    stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
 
 
 class Refusal(Exception):
@@ -59,16 +62,18 @@ class Refusal(Exception):
 
 
 class Routes:
-    """The routes of one model: its queue, its name for people, its number of token ids and its longest sequence."""
+    """The routes of one model: its queue, its name for people, its number of token ids, its longest sequence, and its
+    tokenizer, which stop strings need."""
 
-    def __init__(self, queue: Queue, name: str, vocabulary: int, context: int) -> None:
+    def __init__(self, queue: Queue, name: str, vocabulary: int, context: int, tokenizer: Tokenizer | None) -> None:
         self._queue = queue
+        self._tokenizer = tokenizer
         self._name = name
         self._vocabulary = vocabulary
         self._context = context
 
     async def generate(self, request: Request) -> Response:
-        sequence = _read(await request.body(), self._vocabulary, self._context)
+        sequence = _read(await request.body(), self._vocabulary, self._context, self._tokenizer)
         # After the body, the next message says that the client went away.
         gone = asyncio.ensure_future(request.receive())
         try:
@@ -115,9 +120,9 @@ class Routes:
         return _json({})
 
 
-def make_app(queue: Queue, name: str, vocabulary: int, context: int) -> Starlette:
+def make_app(queue: Queue, name: str, vocabulary: int, context: int, tokenizer: Tokenizer | None = None) -> Starlette:
     """The application of one model; its queue runs while it does."""
-    routes = Routes(queue, name, vocabulary, context)
+    routes = Routes(queue, name, vocabulary, context, tokenizer)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -140,7 +145,7 @@ def make_app(queue: Queue, name: str, vocabulary: int, context: int) -> Starlett
     )
 
 
-def _read(body: bytes, vocabulary: int, context: int) -> Sequence:
+def _read(body: bytes, vocabulary: int, context: int, tokenizer: Tokenizer | None) -> Sequence:
     try:
         asked = GenerateRequest.model_validate_json(body)
     except ValidationError as error:
@@ -156,7 +161,24 @@ def _read(body: bytes, vocabulary: int, context: int) -> Sequence:
     if prompt + answer > context:
         asks = f"{prompt} prompt tokens and max_tokens {answer} exceed the model's context of {context}"
         raise Refusal(400, "context", f"{asks}: shorten the prompt or ask for fewer tokens")
-    return Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, frozenset(asked.stop))
+    ended = None
+    if asked.stop_strings:
+        if tokenizer is None:
+            raise Refusal(400, "no_tokenizer", "stop_strings need a tokenizer.json in the model's folder")
+        ended = _ended(tokenizer, asked.stop_strings)
+    return Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, frozenset(asked.stop), ended)
+
+
+def _ended(tokenizer: Tokenizer, strings: list[str]) -> Callable[[list[int]], bool]:
+    """Whether one of the strings ends in the last token."""
+    # A token stands for at least one byte of text, so the strings lie within so many tokens.
+    most = max(len(string.encode()) for string in strings)
+
+    def ended(tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens[-most:])
+        return any(string in text for string in strings)
+
+    return ended
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import uvicorn
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -44,7 +45,14 @@ def serve(listening: socket.socket, model: Path, weights: Path | None, settings:
         shared = SharedWeights.open(weights, policy)
     config = policy.config.get_text_config()
     queue = Queue(policy, shared, settings.batch, settings.threads)
-    app = make_app(queue, model.name, policy.get_input_embeddings().num_embeddings, config.max_position_embeddings)
+    file = model / "tokenizer.json"
+    app = make_app(
+        queue,
+        model.name,
+        policy.get_input_embeddings().num_embeddings,
+        config.max_position_embeddings,
+        Tokenizer.from_file(str(file)) if file.is_file() else None,
+    )
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -6,13 +6,13 @@
 import asyncio
 import hashlib
 import time
-from array import array
-from dataclasses import dataclass
+from dataclasses import replace
 
 import aiohttp
 import orjson
 
-from harnessed.records import Engine, EngineSpec
+from harnessed.gateway.dialects import NOTHING, PATHS, Generated, Generation, NoAnswer, ask, read
+from harnessed.records import Dialect, Engine, EngineSpec
 
 HEALTH_LIMIT_S = 5.0
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -21,26 +21,16 @@ _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 class EngineFailed(Exception):
     """No engine gave an answer; the text says which and why."""
 
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What an engine is asked for."""
-
-    prompt: list[int]
-    max_tokens: int
-    temperature: float
-    seed: int
-    stop: list[int]
+    kept: Generated = NOTHING
+    """What was sampled of it before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """What it gave: one entry per sampled token in each list."""
+class ContextTooLong(EngineFailed):
+    """The engine says that the conversation does not fit its context; for the harness to mend."""
 
-    tokens: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    finish: str
+
+class _Again(Exception):
+    """Worth asking again; the text says why."""
 
 
 class Engines:
@@ -58,38 +48,40 @@ class Engines:
     def register(self, engine: EngineSpec) -> None:
         self._engines[engine.id] = engine
 
-    async def generate(self, run: str, rollout: str, generation: Generation) -> Generated:
-        """Sample one answer. While the engine cannot be reached it is asked again, within the time limit.
+    async def generate(self, run: str, rollout: str, generation: Generation, kept: Generated = NOTHING) -> Generated:
+        """Sample one answer, of which `kept` was sampled before.
 
-        Raises EngineFailed.
+        While the engine cannot be reached it is asked again, within the time limit; an answer that it breaks off goes
+        on from its tokens. Raises EngineFailed, which holds the tokens so far.
         """
-        body = orjson.dumps(
-            {
-                "prompt": generation.prompt,
-                "max_tokens": generation.max_tokens,
-                "temperature": generation.temperature,
-                "seed": generation.seed,
-                "stop": generation.stop,
-            }
-        )
         deadline = time.monotonic() + self._limit_s
-        for tries in range(1_000_000):
-            engine = self._of(run, rollout)
-            try:
-                generated = await self._ask(engine, body)
-                self._trouble.pop(engine.id, None)
-                return generated
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                self._trouble[engine.id] = f"engine {engine.id} was not reached: {error}"
+        try:
+            for tries in range(1_000_000):
+                if len(kept.tokens) >= generation.max_tokens:
+                    return replace(kept, finish="length")
+                engine = self._of(run, rollout)
+                try:
+                    kept = kept.then(await self._ask(engine, generation.after(kept)))
+                    if kept.finish != NOTHING.finish:
+                        self._trouble.pop(engine.id, None)
+                        return kept
+                    if engine.speaks == Dialect.CHAT:
+                        raise EngineFailed(f"engine {engine.id} broke its answer off")
+                    again = f"engine {engine.id} broke its answer off"
+                except _Again as error:
+                    again = self._trouble[engine.id] = str(error)
                 wait = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
                 if time.monotonic() + wait > deadline:
-                    raise EngineFailed(f"engine {engine.id} was not reached: {error}") from error
+                    raise EngineFailed(again)
                 await asyncio.sleep(wait)
-            except aiohttp.ClientError as error:
-                raise EngineFailed(f"engine {engine.id}: {type(error).__name__} {error}") from error
-            except TimeoutError:
-                raise EngineFailed(f"engine {engine.id} gave no answer within {self._limit_s:.0f} s") from None
+        except EngineFailed as error:
+            error.kept = kept
+            raise
         raise AssertionError("the deadline ends the loop")
+
+    def speaks(self, run: str, rollout: str) -> Dialect:
+        """How the rollout's engine is asked. Raises EngineFailed."""
+        return self._of(run, rollout).speaks
 
     def trouble(self, run: str, rollout: str) -> str:
         """Why the rollout's engine is out of reach; empty if it is not."""
@@ -109,6 +101,8 @@ class Engines:
                 body = await response.read()
                 if response.status != 200:
                     return Engine(**fields, healthy=False, reason=_reason(body, response.status))
+                if engine.speaks == Dialect.CHAT:  # it says nothing but that it is there
+                    return Engine(**fields, healthy=True)
                 health = orjson.loads(body)
                 return Engine(
                     **fields,
@@ -133,31 +127,27 @@ class Engines:
             raise EngineFailed(f"run {run} has no engine: register one")
         return serving[int.from_bytes(hashlib.blake2b(rollout.encode(), digest_size=4).digest()) % len(serving)]
 
-    async def _ask(self, engine: EngineSpec, request: bytes) -> Generated:
-        async with self._session.post(
-            f"{engine.url}/generate", data=request, headers={"content-type": "application/json"}
-        ) as response:
-            body = await response.read()
-            if response.status != 200:
-                raise EngineFailed(f"engine {engine.id}: {_reason(body, response.status)}")
-            return _read(engine, body)
-
-
-def _read(engine: EngineSpec, body: bytes) -> Generated:
-    try:
-        answer = orjson.loads(body)
-        generated = Generated(answer["tokens"], answer["logprobs"], answer["versions"], answer["finish"])
-        for numbers, kind in ((generated.tokens, "i"), (generated.logprobs, "f"), (generated.versions, "i")):
-            array(kind, numbers)  # raises for what cannot be stored
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise EngineFailed(f"engine {engine.id} gave no answer of the protocol: {error!r}") from error
-    if not generated.tokens or len(generated.tokens) != len(generated.versions):
-        raise EngineFailed(
-            f"engine {engine.id} gave {len(generated.tokens)} tokens, {len(generated.versions)} versions"
-        )
-    if generated.logprobs and len(generated.logprobs) != len(generated.tokens):
-        raise EngineFailed(f"engine {engine.id} gave {len(generated.logprobs)} log-probabilities for its tokens")
-    return generated
+    async def _ask(self, engine: EngineSpec, generation: Generation) -> Generated:
+        """Raises _Again or EngineFailed."""
+        headers = {"content-type": "application/json"}
+        url, body = engine.url + PATHS[engine.speaks], ask(engine, generation)
+        try:
+            async with self._session.post(url, data=body, headers=headers) as response:
+                body = await response.read()
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
+            raise _Again(f"engine {engine.id} was not reached: {error}") from error
+        except aiohttp.ClientError as error:
+            raise EngineFailed(f"engine {engine.id}: {type(error).__name__} {error}") from error
+        except TimeoutError:
+            raise EngineFailed(f"engine {engine.id} gave no answer within {self._limit_s:.0f} s") from None
+        if response.status == 400 and b"context length" in body:  # the words of OpenAI and vLLM
+            raise ContextTooLong(_reason(body, response.status))
+        if response.status != 200:
+            raise EngineFailed(f"engine {engine.id}: {_reason(body, response.status)}")
+        try:
+            return read(engine, body)
+        except NoAnswer as error:
+            raise EngineFailed(f"engine {engine.id} {error}") from error
 
 
 def _reason(body: bytes, status: int) -> str:

@@ -9,91 +9,62 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
+import string
 import time
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import orjson
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from harnessed.gateway.engines import EngineFailed, Engines, Generated, Generation
+from harnessed.gateway.dialects import NOTHING, Generated, Generation
+from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.recording import (
     AttemptId,
     admit,
-    count_calls,
-    load_attempt,
-    load_nodes,
     mark_delivered,
     record_answers,
     record_failure,
-    record_fault,
+    record_faults,
 )
+from harnessed.gateway.session import Pending, Session, load, wanted
+from harnessed.gateway.splits import by_ids, by_text
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
-from harnessed.gateway.transcript import Digest, Place, Segment, Tree
+from harnessed.gateway.transcript import INTERRUPTED, Place, Segment
 from harnessed.gateway.wire import chat
 from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError, context_overflow
-from harnessed.records import Limits, Node, Sampling
+from harnessed.records import Dialect, History, Node
 
+T = TypeVar("T")
 MOST_BODY_BYTES = 64 * 2**20
-ANY_LENGTH = -1
-"""In place of a max_tokens that is not known any more."""
+LIMIT = "limit"
+"""In place of a request among the faults: what reached a limit once does so again."""
+ASIDE_BYTES = 32 * 2**10
+"""Requests from this size on are read and encoded in a thread, so that they slow nobody else."""
+CALL_ID_LETTERS = string.ascii_letters + string.digits
 
 
-@dataclass(slots=True, eq=False)
-class Pending:
-    """A call whose answer is being made, or made and not yet delivered."""
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One answer to be sampled."""
 
-    id: str
-    task: "asyncio.Task[list[Node]]"
-    """The answers, once they are durable."""
-    prompt_tokens: int
-    wanted: tuple[int, int | None]
-    """The request's n and max_tokens."""
-    connected: bool = True
-    """The client that waits for it has not been seen to leave."""
-
-
-@dataclass(slots=True)
-class Session:
-    """An attempt in memory; can always be made again from the store."""
-
-    attempt: AttemptId
-    run: str
-    index: int
-    """Of the rollout in its group."""
-    seed: int
-    """Of the group."""
-    sampling: Sampling
-    limits: Limits
-    template: ChatTemplate
-    tree: Tree
-    calls: int
-    """Admitted so far."""
-    next_number: int
-    """Of the next node; handed out in the order in which writes are queued."""
-    pending: dict[Digest, list[Pending]] = field(default_factory=dict)
-    faults: dict[Digest, str] = field(default_factory=dict)
-    """Requests that were refused or failed and have not been answered since."""
-    ended: bool = False
-    """Its attempt has ended; who still holds the session admits nothing more."""
-
-    def calls_in_progress(self) -> list[Pending]:
-        return [pending for waiting in self.pending.values() for pending in waiting]
-
-    @property
-    def fault(self) -> str:
-        """The one that counts: an engine's failure before a limit."""
-        return max(self.faults.values(), default="")  # `engine: ...` sorts after `budget: ...`
+    segment: Segment | None
+    """None: the engine says what it made of the messages."""
+    generation: Generation
+    begun: Node | None
+    """What an engine broke off before: sampled already, and recorded."""
 
 
 class Exchange:
@@ -108,22 +79,28 @@ class Exchange:
         self._templates: dict[str, ChatTemplate] = {}
         self._closing: Counter[str] = Counter()
         """Rollouts whose attempt is being ended."""
+        self._encoder = ThreadPoolExecutor(1, "encode")
+        """One thread: what came first is encoded first, so that a retry meets the call that it repeats."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             session = await self._session(self._key(scope))
-            turn = chat.parse(await _read_body(receive))
-            place = _place(session, turn)
+            body = await _read_body(receive)
+            turn, place = await self._aside(len(body), lambda: _read(session, body))
             self._prove_delivered(session, place)
-            pending = _retried(session, turn, place, _retry_count(scope)) or self._begin(session, turn, place)
-            if not await _outlasts(receive, pending.task):
+            pending = session.retried(turn, place, _retry_count(scope))
+            if pending is None:
+                self._check_admission(session)
+                segment = await self._aside(len(body), lambda: self._encode(session, turn, place))
+                pending = self._begin(session, turn, place, segment)
+            if not await _outlasts(receive, pending.answers):
                 pending.connected = False
                 return
-            body = chat.render(_reply(pending, turn, pending.task.result()))
+            answer = chat.render(_reply(session, pending, turn))
         except WireError as error:
             await _send(send, error.status, chat.render_error(error))
         else:
-            await _send(send, 200, body)
+            await _send(send, 200, answer)
             self._delivered(session, place, pending)
 
     def policy(self, folder: str) -> ChatTemplate:
@@ -139,8 +116,8 @@ class Exchange:
         self._closing.update(rollouts)
         try:
             sessions = [session for attempt, session in self._sessions.items() if attempt[0] in set(rollouts)]
-            if tasks := {pending.task for session in sessions for pending in session.calls_in_progress()}:
-                await asyncio.wait(tasks, timeout=limit_s)
+            if answers := {pending.answers for session in sessions for pending in session.calls_in_progress()}:
+                await asyncio.wait(answers, timeout=limit_s)
             for session in sessions:
                 await self._blame_engine(session)
             yield
@@ -156,9 +133,9 @@ class Exchange:
     async def _blame_engine(self, session: Session) -> None:
         """An attempt that ends while its engine is out of reach did not fail by itself."""
         trouble = self._engines.trouble(session.run, session.attempt[0])
-        if trouble and any(not pending.task.done() for pending in session.calls_in_progress()):
-            fault = f"engine: {trouble}"
-            await self._store.write(lambda connection: record_fault(connection, session.attempt, fault))
+        if trouble and any(not pending.answers.done() for pending in session.calls_in_progress()):
+            faults = session.faults | {"": f"engine: {trouble}"}
+            await self._store.write(lambda connection: record_faults(connection, session.attempt, faults))
 
     def _end(self, loading: "asyncio.Task[Session]") -> None:
         if not loading.cancelled() and loading.exception() is None:
@@ -189,117 +166,125 @@ class Exchange:
         return self._sessions[attempt]
 
     async def _load(self, attempt: AttemptId) -> Session:
-        known = await self._store.read(lambda connection: load_attempt(connection, attempt))
-        if known is None or not known["live"]:
+        session = await load(self._store, attempt, self.policy)
+        if session is None:
             raise _ended(attempt)
-        nodes = await self._store.read(lambda connection: load_nodes(connection, attempt))
-        session = Session(
-            attempt=attempt,
-            run=known["run"],
-            index=known["index"],
-            seed=known["seed"],
-            sampling=known["sampling"],
-            limits=known["limits"],
-            template=self.policy(known["policy"]),
-            tree=Tree.of(nodes),
-            calls=await self._store.read(lambda connection: count_calls(connection, attempt)),
-            next_number=len(nodes) + 1,
-            faults={b"": known["fault"]} if known["fault"] else {},
-        )
-        for prompt, call, answers in session.tree.undelivered():
-            before = len(session.tree.context(answers[0].number)) // 4 - answers[0].sampled
-            # What max_tokens was is not known any more: any request that is otherwise the same is taken for the retry.
-            wanted = (len(answers), ANY_LENGTH)
-            pending = Pending(call, asyncio.create_task(_done(answers)), before, wanted, connected=False)
-            session.pending.setdefault(prompt, []).append(pending)
         self._sessions[attempt] = session  # before anybody who waits for it goes on
         return session
+
+    async def _aside(self, size: int, work: Callable[[], T]) -> T:
+        """Do the work of a request of so many bytes: at once if it is small, else in a thread."""
+        if size < ASIDE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def _prove_delivered(self, session: Session, place: Place) -> None:
         proven = session.tree.prove_delivered(place)
         if proven:
             self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, proven))
-            for prompt, waiting in list(session.pending.items()):
-                for pending in [pending for pending in waiting if _is_delivered(pending)]:
-                    _drop(session, prompt, pending)
+            session.drop_delivered(proven)
 
-    def _begin(self, session: Session, turn: Turn, place: Place) -> Pending:
-        """Admit a call within its limits and start to sample its answers."""
+    def _check_admission(self, session: Session) -> None:
         if session.ended or session.attempt[0] in self._closing:
             raise _ended(session.attempt)
         if session.calls >= session.limits.calls:
-            self._fault(session, place, f"budget: the limit of {session.limits.calls} calls was reached")
+            self._fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
-        segment = _encode(session, turn, place)
-        prompt = array("i", session.tree.context(place.parent, segment.cut))
-        prompt.extend(segment.ids)
-        room = session.limits.context - len(prompt)
-        if room < 1:
-            self._fault(session, place, f"budget: the context limit of {session.limits.context} tokens was reached")
-            raise context_overflow(len(prompt) + 1, session.limits.context)
+
+    def _encode(self, session: Session, turn: Turn, place: Place) -> Segment | None:
+        """The prompt's new tokens; None where the engine itself makes them of the messages."""
+        try:
+            if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+                return None
+            if session.history == History.TEMPLATE:
+                return by_text(session.tree, place, turn.messages, turn.tools, session.template)
+            return session.tree.segment(place, turn.tools, session.template)
+        except TemplateError as error:
+            raise WireError(400, "invalid_messages", str(error)) from error
+
+    def _begin(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> Pending:
+        """Admit a call within its limits and start to sample its answers."""
+        self._check_admission(session)
+        choices = self._choices(session, turn, place, segment)
         call, now = secrets.token_hex(8), time.time()
         session.calls += 1
         self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn.asked, now))
+        pending = Pending(call, asyncio.create_task(self._sample(session, turn, place, choices, call)), wanted(turn))
+        session.wait_for(place.prompt, pending)
+        return pending
+
+    def _choices(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> list[_Choice]:
+        """What is to be sampled. Refuses what does not fit the context."""
+        if segment is None:
+            used, prompt = session.tree.length(place.follows), array("i")
+        else:
+            prompt = array("i", session.tree.context(segment.parent, segment.cut))
+            prompt.extend(segment.ids)
+            used = len(prompt)
+        room = session.limits.context - used
+        if room < 1:
+            self._fault(session, LIMIT, f"budget: the context limit of {session.limits.context} tokens was reached")
+            raise context_overflow(used + 1, session.limits.context)
         generation = Generation(
             prompt=prompt.tolist(),
             max_tokens=min(room, session.sampling.max_tokens, turn.max_tokens or room),
             temperature=session.sampling.temperature,
             seed=0,
             stop=session.template.stop_ids,
+            stop_strings=turn.stop,
+            messages=turn.messages if segment is None else [],
+            tools=turn.tools if segment is None else [],
         )
-        task = asyncio.create_task(self._sample(session, turn, place, segment, generation, call))
-        pending = Pending(call, task, len(prompt), _wanted(turn))
-        session.pending.setdefault(place.prompt, []).append(pending)
-        task.add_done_callback(lambda task: _drop_failed(session, place.prompt, pending))
-        return pending
+        begun = [] if segment is None else session.take_interrupted(place.prompt, turn.n)
+        return [
+            _choice(session, segment, replace(generation, seed=_seed(session, choice)), node)
+            for choice, node in zip_longest(range(turn.n), begun)
+        ]
 
     async def _sample(
-        self, session: Session, turn: Turn, place: Place, segment: Segment, generation: Generation, call: str
+        self, session: Session, turn: Turn, place: Place, choices: list[_Choice], call: str
     ) -> list[Node]:
         """Ask the engine for every answer of the call and record them; they are durable when this returns."""
-        wanted = [replace(generation, seed=_seed(session, choice)) for choice in range(turn.n)]
-        given = await asyncio.gather(
-            *(self._engines.generate(session.run, session.attempt[0], each) for each in wanted), return_exceptions=True
-        )
-        generated = [answer for answer in given if isinstance(answer, Generated)]
+        given = await asyncio.gather(*(self._answer(session, choice) for choice in choices), return_exceptions=True)
         failure = next((error for error in given if isinstance(error, BaseException)), None)
         if failure is None:
-            session.faults.pop(place.prompt, None)
-        nodes = [
-            Node(
-                number=session.next_number + choice,
-                parent=place.parent,
-                segment=array("i", segment.ids).tobytes(),
-                answer=array("i", answer.tokens).tobytes(),
-                logprobs=array("f", answer.logprobs).tobytes(),
-                versions=array("i", answer.versions).tobytes(),
-                temperature=generation.temperature,
-                finish=answer.finish,
-                cut=segment.cut,
-                delivered=False,
-                messages=place.new,
-                message=_message(session.template, answer.tokens, stopped=answer.finish == "stop"),
-                call=call,
-                tools=[] if place.parent else turn.tools,
-            )
-            for choice, answer in enumerate(generated)
-        ]
+            session.faults.pop(place.prompt.hex(), None)
+        nodes: list[Node] = []
+        continued: list[int] = []
+        for choice, answer in zip(choices, given, strict=True):
+            generated = answer.kept if isinstance(answer, EngineFailed) else answer
+            if isinstance(generated, BaseException) or not generated.tokens:
+                continue
+            number = session.next_number + len(nodes)
+            nodes.append(_node(session, turn, place, choice, generated, number, call))
+            continued += [choice.begun.number] if choice.begun else []
         session.next_number += len(nodes)
         if nodes:
-            await self._record(session, place, nodes)
+            await self._record(session, place, nodes, continued)
         if failure is not None:
             self._store.write_soon(lambda connection: record_failure(connection, call, time.time()))
-            if not isinstance(failure, EngineFailed):
-                raise failure
-            self._fault(session, place, f"engine: {failure}")
-            raise WireError(503, "engine_failed", str(failure)) from failure
+            self._explain(session, place, failure)
         return nodes
 
-    async def _record(self, session: Session, place: Place, nodes: list[Node]) -> None:
-        fault = session.fault
+    async def _answer(self, session: Session, choice: _Choice) -> Generated:
+        kept = _kept(choice.begun) if choice.begun else NOTHING
+        return await self._engines.generate(session.run, session.attempt[0], choice.generation, kept)
+
+    def _explain(self, session: Session, place: Place, failure: BaseException) -> NoReturn:
+        """Tell the harness, in its terms, why it gets no answer."""
+        if isinstance(failure, ContextTooLong):
+            self._fault(session, LIMIT, "budget: the engine's context was reached")
+            raise WireError(400, "context_length_exceeded", str(failure)) from failure
+        if isinstance(failure, EngineFailed):
+            self._fault(session, place.prompt.hex(), f"engine: {failure}")
+            raise WireError(503, "engine_failed", str(failure)) from failure
+        raise failure
+
+    async def _record(self, session: Session, place: Place, nodes: list[Node], continued: list[int]) -> None:
+        faults = dict(session.faults)
         try:
             await self._store.write(
-                lambda connection: record_answers(connection, session.attempt, nodes, fault, time.time())
+                lambda connection: record_answers(connection, session.attempt, nodes, continued, faults, time.time())
             )
         except Refused as error:
             self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
@@ -310,82 +295,104 @@ class Exchange:
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
         for node in nodes:
             session.tree.add(node, place.prompt)
+            if node.finish == INTERRUPTED:
+                session.interrupted.setdefault(place.prompt, []).append(node)
+        for number in continued:
+            del session.tree.nodes[number]
 
     def _delivered(self, session: Session, place: Place, pending: Pending) -> None:
-        numbers = [node.number for node in pending.task.result()]
+        numbers = [node.number for node in pending.answers.result()]
         for number in numbers:
             session.tree.nodes[number].delivered = True
         self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
-        _drop(session, place.prompt, pending)
+        session.drop(place.prompt, pending)
 
-    def _fault(self, session: Session, place: Place, what: str) -> None:
-        session.faults[place.prompt] = what
-        fault = session.fault
-        self._store.write_soon(lambda connection: record_fault(connection, session.attempt, fault))
+    def _fault(self, session: Session, request: str, what: str) -> None:
+        session.faults[request] = what
+        faults = dict(session.faults)
+        self._store.write_soon(lambda connection: record_faults(connection, session.attempt, faults))
 
 
 def _ended(attempt: AttemptId) -> WireError:
     return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
 
 
-def _retried(session: Session, turn: Turn, place: Place, retry_count: int) -> Pending | None:
-    """The call that this request repeats because its answer did not arrive; None: the request is a new one.
-
-    A call whose client was seen to leave comes first; one that a client still seems to wait for is only taken by a
-    request that says that it is a retry.
-    """
-    n, max_tokens = _wanted(turn)
-    same = [p for p in session.pending.get(place.prompt, []) if p.wanted in ((n, max_tokens), (n, ANY_LENGTH))]
-    left = [pending for pending in same if not pending.connected]
-    for pending in left or (same if retry_count > 0 else []):
-        pending.connected = True
-        return pending
-    return None
-
-
-def _wanted(turn: Turn) -> tuple[int, int | None]:
-    return turn.n, turn.max_tokens
-
-
-def _is_delivered(pending: Pending) -> bool:
-    return pending.task.done() and all(node.delivered for node in pending.task.result())
-
-
-def _drop_failed(session: Session, prompt: Digest, pending: Pending) -> None:
-    """A call that failed is not waited for any more: the same request again is a new call."""
-    if pending.task.cancelled() or pending.task.exception() is not None:
-        _drop(session, prompt, pending)
-
-
-def _drop(session: Session, prompt: Digest, pending: Pending) -> None:
-    waiting = session.pending.get(prompt, [])
-    if pending in waiting:
-        waiting.remove(pending)
-    if not waiting:
-        session.pending.pop(prompt, None)
-
-
-def _place(session: Session, turn: Turn) -> Place:
+def _read(session: Session, body: bytes) -> tuple[Turn, Place]:
+    turn = chat.parse(body)
     try:
-        return session.tree.place(turn.messages, turn.tools)
+        return turn, session.tree.place(turn.messages, turn.tools)
     except orjson.JSONEncodeError as error:  # nested deeper than can be written again
         raise WireError(400, "invalid_messages", f"the messages cannot be read: {error}") from error
 
 
-def _encode(session: Session, turn: Turn, place: Place) -> Segment:
-    try:
-        return session.tree.segment(place, turn.tools, session.template)
-    except TemplateError as error:
-        raise WireError(400, "invalid_messages", str(error)) from error
+def _choice(session: Session, segment: Segment | None, generation: Generation, begun: Node | None) -> _Choice:
+    if begun is None:
+        return _Choice(segment, generation, None)
+    # It goes on where it was begun, whatever the transcript has learnt since.
+    segment = Segment(begun.parent, array("i", begun.segment).tolist(), begun.cut, begun.split)
+    prompt = array("i", session.tree.context(begun.parent, begun.cut) + begun.segment).tolist()
+    return _Choice(segment, replace(generation, prompt=prompt), begun)
 
 
-def _message(template: ChatTemplate, answer: list[int], *, stopped: bool) -> dict[str, Any]:
-    return {"role": "assistant", "content": template.text(answer, stopped=stopped)}
+def _node(
+    session: Session, turn: Turn, place: Place, choice: _Choice, generated: Generated, number: int, call: str
+) -> Node:
+    """The record of one answer."""
+    segment = choice.segment or by_ids(session.tree, place, generated.prompt, session.template)
+    return Node(
+        number=number,
+        parent=segment.parent,
+        segment=array("i", segment.ids).tobytes(),
+        answer=array("i", generated.tokens).tobytes(),
+        logprobs=array("f", generated.logprobs).tobytes(),
+        versions=array("i", generated.versions).tobytes(),
+        temperature=choice.generation.temperature,
+        finish=generated.finish,
+        cut=segment.cut,
+        delivered=False,
+        follows=place.follows,
+        split=segment.split,
+        messages=place.new,
+        message=_message(session.template, generated, turn.stop),
+        call=call,
+        tools=[] if place.follows else turn.tools,
+    )
 
 
-def _reply(pending: Pending, turn: Turn, nodes: list[Node]) -> Reply:
-    choices = [Choice(node.message, node.finish, node.sampled) for node in nodes]
-    return Reply(pending.id, turn.model, time.time(), pending.prompt_tokens, choices)
+def _kept(node: Node) -> Generated:
+    return Generated(
+        array("i", node.answer).tolist(),
+        array("f", node.logprobs).tolist(),
+        array("i", node.versions).tolist(),
+        node.finish,
+    )
+
+
+def _message(template: ChatTemplate, generated: Generated, stop_strings: list[str]) -> dict[str, Any]:
+    """The answer as it is delivered."""
+    if generated.message is not None:
+        calls = [call | {"id": _call_id()} for call in generated.message.get("tool_calls") or []]
+        return generated.message | ({"tool_calls": calls} if calls else {})
+    stopped = generated.tokens[-1] in template.stop_ids
+    text = template.text(generated.tokens, stopped=stopped)
+    if generated.finish == "stop" and not stopped:
+        text = text[: min((found for stop in stop_strings if (found := text.find(stop)) >= 0), default=len(text))]
+    return {"role": "assistant", "content": text}
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates take no other ids."""
+    return "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(9))
+
+
+def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
+    nodes = pending.answers.result()
+    prompt_tokens = session.tree.length(nodes[0].number) - nodes[0].sampled
+    choices = [
+        Choice(node.message, "tool_calls" if node.message.get("tool_calls") else node.finish, node.sampled)
+        for node in nodes
+    ]
+    return Reply(pending.id, turn.model, time.time(), prompt_tokens, choices)
 
 
 def _seed(session: Session, choice: int) -> int:
@@ -398,10 +405,6 @@ def _retry_count(scope: Scope) -> int:
     """How often the client's SDK has sent this request before."""
     count = Headers(scope=scope).get("x-stainless-retry-count", "0")
     return int(count) if count.isdigit() else 0
-
-
-async def _done(nodes: list[Node]) -> list[Node]:
-    return nodes
 
 
 async def _read_body(receive: Receive) -> bytes:
@@ -418,11 +421,12 @@ async def _read_body(receive: Receive) -> bytes:
             return b"".join(pieces)
 
 
-async def _outlasts(receive: Receive, task: "asyncio.Task[list[Node]]") -> bool:
-    """Wait for the task; False if the client left before."""
+async def _outlasts(receive: Receive, answers: "asyncio.Future[list[Node]]") -> bool:
+    """Wait for the answers; False if the client left before."""
     gone = asyncio.create_task(_disconnect(receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        waited: set[asyncio.Future[Any]] = {answers, gone}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         return not gone.done()
     finally:
         gone.cancel()

@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 def create_run(connection: Connection, run: RunSpec) -> RunSpec:
-    values = {"policy": run.policy, "limits": run.limits.model_dump()}
+    values = run.model_dump(mode="json", exclude={"id"})
     if connection.execute(update(runs).where(runs.c.id == run.id).values(values)).rowcount == 0:
         connection.execute(insert(runs).values(id=run.id, **values))
     return run
@@ -51,7 +51,7 @@ def list_runs(connection: Connection) -> list[RunSpec]:
 
 
 def register_engine(connection: Connection, engine: EngineSpec) -> None:
-    values = {"url": engine.url, "run": engine.run}
+    values = engine.model_dump(mode="json", exclude={"id"})
     if connection.execute(update(engines).where(engines.c.id == engine.id).values(values)).rowcount == 0:
         connection.execute(insert(engines).values(id=engine.id, **values))
 
@@ -152,7 +152,7 @@ def claim(
                 tries=tries,
                 live=True,
                 nodes=0,
-                fault="",
+                faults={},
                 started=now,
             )
         )
@@ -183,7 +183,7 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
         if record.attempt == number and record.state == State.FINISHED and record.outcome != Outcome.CANCELLED:
             return record
         raise Refused(409, f"attempt {number} of rollout {rollout} has ended already")
-    outcome, reason = _outcome(ending, attempt["fault"])
+    outcome, reason = _outcome(ending, attempt["faults"])
     _retire(connection, rollout, number, now)
     if outcome == Outcome.INFRASTRUCTURE and number < tries:
         return _queue_again(connection, record)
@@ -193,9 +193,10 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
     return _finish(connection, record, outcome, reason, reward, parts, now)
 
 
-def _outcome(ending: Ending, fault: str) -> tuple[Outcome, str]:
+def _outcome(ending: Ending, faults: dict[str, str]) -> tuple[Outcome, str]:
     """An agent that failed after the gateway had failed it did not fail by itself."""
-    kind, _, what = fault.partition(": ")
+    worst = max(faults.values(), default="")  # `engine: ...` sorts after `budget: ...`
+    kind, _, what = worst.partition(": ")
     said = f"{what}; then {ending.reason or ending.outcome}"
     if kind == "engine" and ending.outcome in TRAINED_OUTCOMES:
         return Outcome.INFRASTRUCTURE, said  # also if it ended well: it never got the answer that it asked for

@@ -35,6 +35,11 @@ def answer_identity(message: Message) -> Any:
     }
 
 
+def as_delivered(repeated: Message, delivered: Message) -> bool:
+    """Whether an answer came back letter by letter: its text, its reasoning, its calls."""
+    return bool(_letters(repeated) == _letters(delivered))
+
+
 def text_of(content: Any) -> Any:
     """Text alone as a string: null, absent and empty content (OpenCode, OpenClaw, litellm), one text block in place of
     a string (OpenHands, Qwen Code, Claude Code's system messages), `cache_control` marks that move (Claude Code)."""
@@ -82,6 +87,12 @@ def call_ids(message: Message) -> list[str]:
     """Ids of an answer's tool calls. They name the answer even where its text is another's, or was rewritten: broken
     arguments come back in a wrapping of the harness's own (OpenCode, OpenHands) or repaired (Qwen Code)."""
     return [plain_id(call.get("id")) for call in message.get("tool_calls") or [] if isinstance(call.get("id"), str)]
+
+
+def _letters(message: Message) -> Any:
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    calls = [call.get("function") for call in message.get("tool_calls") or []]
+    return text_of(message.get("content")), reasoning, calls
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, and_, func, insert, select, update
+from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
 from harnessed.gateway.lifecycle import Refused, get_rollout, members
 from harnessed.gateway.store import attempts, calls, groups, nodes, rollouts, runs
-from harnessed.records import Attempt, Limits, Node, Purpose, Sampling, Totals, Transcript
+from harnessed.records import Attempt, History, Limits, Node, Purpose, Sampling, Totals, Transcript
 
 AttemptId = tuple[str, int]
 """(rollout, number)."""
+Faults = dict[str, str]
+"""The digest of a request, in hexadecimal -> why it was refused (`budget: ...`) or failed (`engine: ...`)."""
 
 
 def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] | None:
@@ -23,7 +25,8 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
     query = (
         select(
             attempts.c.live,
-            attempts.c.fault,
+            attempts.c.faults,
+            attempts.c.nodes,
             rollouts.c.run,
             rollouts.c.index,
             groups.c.purpose,
@@ -31,6 +34,7 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
             groups.c.seed,
             runs.c.limits,
             runs.c.policy,
+            runs.c.history,
         )
         .join(rollouts, rollouts.c.id == attempts.c.rollout)
         .join(groups, groups.c.id == rollouts.c.group)
@@ -44,6 +48,7 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
         "purpose": Purpose(row["purpose"]),
         "sampling": Sampling.model_validate(row["sampling"]),
         "limits": Limits.model_validate(row["limits"]),
+        "history": History(row["history"]),
     }
     return dict(row) | parsed
 
@@ -61,16 +66,19 @@ def admit(connection: Connection, attempt: AttemptId, call: str, asked: dict[str
     )
 
 
-def record_answers(connection: Connection, attempt: AttemptId, answers: list[Node], fault: str, now: float) -> None:
+def record_answers(
+    connection: Connection, attempt: AttemptId, answers: list[Node], begun: list[int], faults: Faults, now: float
+) -> None:
     """Store the answers of a call; their numbers must follow the attempt's last one. Raises Refused (409).
 
-    `fault` is what of the attempt's refused and failed calls has not been overcome.
+    `begun` are the numbers of broken-off answers that these hold whole. `faults` are the attempt's
+    refused and failed requests that have not been overcome.
     """
     advanced = connection.execute(
         update(attempts)
         .where(and_(_is(attempts.c.rollout, attempts.c.number, attempt), attempts.c.live))
         .where(attempts.c.nodes == answers[0].number - 1)
-        .values(nodes=answers[-1].number, fault=fault)
+        .values(nodes=answers[-1].number, faults=faults)
     )
     if advanced.rowcount != 1:
         raise Refused(409, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its answers are not kept")
@@ -90,12 +98,17 @@ def record_answers(connection: Connection, attempt: AttemptId, answers: list[Nod
             "finish": node.finish,
             "cut": node.cut,
             "delivered": node.delivered,
+            "follows": node.follows,
+            "split": node.split,
             "messages": orjson.dumps(node.messages),
             "message": orjson.dumps(node.message),
             "tools": orjson.dumps(node.tools),
         }
         for node in answers
     ]
+    if begun:
+        mine = _is(nodes.c.rollout, nodes.c.attempt, attempt)
+        connection.execute(delete(nodes).where(and_(mine, nodes.c.number.in_(begun))))
     connection.execute(insert(nodes), rows)
     connection.execute(update(calls).where(calls.c.id == answers[0].call).values(state="answered", ended=now))
 
@@ -111,9 +124,10 @@ def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float)
     connection.execute(update(calls).where(open_).values(state="failed", ended=now))
 
 
-def record_fault(connection: Connection, attempt: AttemptId, fault: str) -> None:
-    """Why a call was refused (`budget: ...`) or failed (`engine: ...`); it decides about the attempt's outcome."""
-    connection.execute(update(attempts).where(_is(attempts.c.rollout, attempts.c.number, attempt)).values(fault=fault))
+def record_faults(connection: Connection, attempt: AttemptId, faults: Faults) -> None:
+    """Why requests were refused or failed; it decides about the attempt's outcome."""
+    mine = _is(attempts.c.rollout, attempts.c.number, attempt)
+    connection.execute(update(attempts).where(mine).values(faults=faults))
 
 
 def mark_delivered(connection: Connection, attempt: AttemptId, numbers: Iterable[int]) -> None:
@@ -175,6 +189,8 @@ def _node(row: Any) -> Node:
         cut=row["cut"],
         call=row["call"],
         delivered=row["delivered"],
+        follows=row["follows"],
+        split=row["split"],
         messages=orjson.loads(row["messages"]),
         message=orjson.loads(row["message"]),
         tools=orjson.loads(row["tools"]),

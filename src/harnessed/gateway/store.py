@@ -48,6 +48,7 @@ runs = Table(
     Column("id", String, primary_key=True),
     Column("policy", String, nullable=False),
     Column("limits", JSON, nullable=False),
+    Column("history", String, nullable=False),
 )
 
 engines = Table(
@@ -56,6 +57,8 @@ engines = Table(
     Column("id", String, primary_key=True),
     Column("url", String, nullable=False),
     Column("run", String, nullable=False),
+    Column("speaks", String, nullable=False),
+    Column("model", String, nullable=False),
 )
 
 groups = Table(
@@ -102,7 +105,7 @@ attempts = Table(
     Column("tries", Integer, nullable=False),  # attempts that the rollout may have in all, as the claim said
     Column("live", Boolean, nullable=False),  # calls are admitted and recorded only while this is true
     Column("nodes", Integer, nullable=False),  # number of the last node
-    Column("fault", String, nullable=False),  # why a call was refused or failed: `budget: ...`, `engine: ...`
+    Column("faults", JSON, nullable=False),  # request -> why it was refused or failed: `budget: ...`, `engine: ...`
     Column("started", Float, nullable=False),
     Column("ended", Float),
     Index("attempts_by_lease", "live", "lease_until"),
@@ -137,6 +140,8 @@ nodes = Table(
     Column("finish", String, nullable=False),
     Column("cut", Integer, nullable=False),
     Column("delivered", Boolean, nullable=False),
+    Column("follows", Integer, nullable=False),
+    Column("split", String, nullable=False),
     Column("messages", LargeBinary, nullable=False),  # JSON, not parsed again before somebody reads it
     Column("message", LargeBinary, nullable=False),
     Column("tools", LargeBinary, nullable=False),

@@ -46,7 +46,7 @@ class ChatTemplate:
 
     def first_segment(self, messages: Messages, tools: Messages) -> list[int]:
         """Tokens of a conversation from its beginning to the generation prompt."""
-        return self._encode(self._render(messages, tools))
+        return self.encode(self.render(messages, tools))
 
     def next_segment(self, messages: Messages, tools: Messages, last: int) -> tuple[list[int], int]:
         """Tokens between an answer and the next generation prompt, `messages` being what was said in between.
@@ -56,31 +56,37 @@ class ChatTemplate:
         on before it. If it is no stop (length, a stop string), the template's stop comes first in the segment.
         """
         stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
-        _, found, text = self._render(stub + messages, tools).partition(_ANSWER)  # later ones are somebody's text
+        _, found, text = self.render(stub + messages, tools).partition(_ANSWER)  # later ones are somebody's text
         if not found:
             raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
         if last not in self.stop_ids:
-            return self._encode(text), 0
+            return self.encode(text), 0
         stop = self._tokenizer.id_to_token(last)
         if text.startswith(stop):
-            return self._encode(text.removeprefix(stop)), 0
-        return self._encode(text), 1
+            return self.encode(text.removeprefix(stop)), 0
+        return self.encode(text), 1
 
     def text(self, answer: list[int], *, stopped: bool) -> str:
         """The text of sampled tokens, without the stop token; a character cut in two by the end is left out."""
         text: str = self._tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=True)
         return text if stopped else text.rstrip("\ufffd")
 
+    def written(self, ids: list[int]) -> str:
+        """Tokens as they stand in the text, special ones too."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
     def token(self, id: int) -> str:
         """One token as it stands in the text, special ones too; for people."""
         text: str = self._tokenizer.decode([id], skip_special_tokens=False)
         return text
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _render(self, messages: Messages, tools: Messages) -> str:
+    def render(self, messages: Messages, tools: Messages) -> str:
+        """What the template writes for a conversation, up to the generation prompt. Raises TemplateError."""
         try:
             return self._template.render(
                 messages=[message | {"content": _text(message.get("content"))} for message in messages],

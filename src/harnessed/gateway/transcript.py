@@ -17,33 +17,41 @@ import orjson
 
 from harnessed.gateway.matching import Message, answer_identity, call_ids, prompt_identity, text_of
 from harnessed.gateway.template import ChatTemplate
-from harnessed.records import Node
+from harnessed.records import Node, Split
 
 Digest = bytes
+INTERRUPTED = "interrupted"
+"""The finish of an answer that its engine broke off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request stands in the transcript."""
+    """Where a request stands in the transcript, by what its messages mean."""
 
-    parent: int
-    """Node whose answer the request continues; 0: it starts a conversation."""
+    follows: int
+    """Node whose conversation the request continues; 0: it starts one."""
     new: list[Message]
-    """The messages after that answer."""
+    """The messages after that node's answer."""
     known: dict[int, int]
     """Of these, by index, the answers that the transcript knows: their nodes."""
     prompt: Digest
     """Names the whole request; equal for identical requests."""
+    repeated: dict[Digest, Message]
+    """The answers of that conversation as the request repeats them, by the conversations that end in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The prompt tokens between the parent's answer and the next one."""
+    """The prompt tokens between the answer that a context continues and the next answer."""
 
+    parent: int
+    """The node with that answer; 0: none."""
     ids: list[int]
     cut: int
     """Tokens at the end of the parent's answer that do not belong to this context: a sampled stop that the template
     writes differently in history (0 or 1)."""
+    split: str = ""
+    """A records.Split, where the context leaves an answer that the request repeats."""
 
 
 @dataclass(slots=True)
@@ -51,6 +59,8 @@ class Tree:
     """All nodes of an attempt. It can always be made again from the stored nodes."""
 
     nodes: dict[int, Node] = field(default_factory=dict)
+    children: dict[int, list[int]] = field(default_factory=dict)
+    """Node -> the nodes whose tokens go on from it; 0: those that start a context."""
     _conversations: dict[Digest, list[int]] = field(default_factory=dict)
     """A conversation that ends in an answer -> the nodes with that answer, in order of recording."""
     _answers: dict[bytes, list[int]] = field(default_factory=dict)
@@ -59,12 +69,14 @@ class Tree:
     """Id of a tool call -> the node that made it."""
     _prompts: dict[int, Digest] = field(default_factory=dict)
     """Node -> the digest of the request that it answers."""
+    _ends: dict[int, Digest] = field(default_factory=dict)
+    """Node -> the digest of the conversation that ends in it."""
 
     @classmethod
     def of(cls, nodes: list[Node]) -> "Tree":
         tree = cls()
         for node in nodes:
-            digest = tree._after(node.parent) if node.parent else _start(node.tools)
+            digest = tree._ends[node.follows] if node.follows else _start(node.tools)
             for message in node.messages:
                 digest = tree._fold(digest, message)
             tree.add(node, digest)
@@ -72,20 +84,22 @@ class Tree:
 
     def place(self, messages: list[Message], tools: list[Message]) -> Place:
         digest = _start(tools)
-        parent, after = 0, 0
+        follows, after = 0, 0
+        repeated: dict[Digest, Message] = {}
         for index, message in enumerate(messages):
             digest = self._fold(digest, message)
             if message["role"] == "assistant" and (same := self._conversations.get(digest)):
-                parent, after = self._meant(message, same), index + 1
+                follows, after = self._meant(message, same), index + 1
+                repeated[digest] = message
         new = messages[after:]
         # A conversation cannot begin with an answer: there was a prompt before it, which nobody knows any more.
-        known = {i: node for i, m in enumerate(new) if (i or parent) and (node := self._known(m))}
-        return Place(parent, new, known, digest)
+        known = {i: node for i, m in enumerate(new) if (i or follows) and (node := self._known(m))}
+        return Place(follows, new, known, digest, repeated)
 
     def segment(self, place: Place, tools: list[Message], template: ChatTemplate) -> Segment:
-        """Encode what is new. Raises TemplateError."""
+        """Encode what is new, after exactly what was sampled (`history: exact`). Raises TemplateError."""
         ids: list[int] = []
-        first_cut, before, begin = 0, place.parent, 0
+        first_cut, before, begin = 0, place.follows, 0
         for end in [*place.known, len(place.new)]:
             piece = place.new[begin:end]
             if before:
@@ -100,45 +114,66 @@ class Tree:
             if end < len(place.new):
                 before, begin = place.known[end], end + 1
                 ids += array("i", self.nodes[before].answer)
-        return Segment(ids, first_cut)
+        return Segment(place.follows, ids, first_cut, Split.EDITED if place.known else "")
 
     def prove_delivered(self, place: Place) -> list[int]:
         """A request that repeats answers shows that they arrived; the nodes that were not known to have."""
         proven = []
-        for number in (place.parent, *place.known.values()):
+        for number in (place.follows, *place.known.values()):
             while number and not self.nodes[number].delivered:
                 self.nodes[number].delivered = True
                 proven.append(number)
-                number = self.nodes[number].parent
+                number = self.nodes[number].follows
         return proven
 
     def add(self, node: Node, prompt: Digest) -> None:
         """Take in a recorded node, the answer to the request that `prompt` names."""
         self.nodes[node.number] = node
         self._prompts[node.number] = prompt
+        if node.finish == INTERRUPTED:
+            return  # nobody got it, so nobody can repeat it
+        self.children.setdefault(node.parent, []).append(node.number)
         self._ids |= dict.fromkeys(call_ids(node.message), node.number)
         self._answers.setdefault(_canonical(answer_identity(node.message)), []).append(node.number)
-        self._conversations.setdefault(self._after(node.number), []).append(node.number)
+        self._ends[node.number] = self._fold(prompt, node.message)
+        self._conversations.setdefault(self._ends[node.number], []).append(node.number)
+
+    def conversation(self, number: int) -> list[int]:
+        """The nodes whose answers a conversation repeats, up to this node."""
+        path = []
+        while number:
+            path.append(number)
+            number = self.nodes[number].follows
+        return path[::-1]
+
+    def repeated(self, place: Place, number: int) -> Message:
+        """The answer of a node of the conversation that a request follows, as the request repeats it."""
+        return place.repeated[self._ends[number]]
+
+    def prompt(self, number: int) -> Digest:
+        """Names the request that a node answers."""
+        return self._prompts[number]
+
+    def length(self, number: int) -> int:
+        """Tokens of everything up to and including the answer of a node (0: none)."""
+        nodes = [self.nodes[each] for each in self.path(number)]
+        return sum(len(node.segment) // 4 + node.sampled - node.cut for node in nodes)
+
+    def path(self, number: int) -> list[int]:
+        """The nodes whose tokens lead to a node's answer, with it."""
+        path = []
+        while number:
+            path.append(number)
+            number = self.nodes[number].parent
+        return path[::-1]
 
     def context(self, number: int, cut: int = 0) -> bytes:
         """int32 ids of everything up to and including the answer of a node (0: nothing), without its last `cut`."""
         pieces: list[bytes] = []
-        while number:
-            node = self.nodes[number]
+        for node in map(self.nodes.__getitem__, reversed(self.path(number))):
             pieces += (node.answer[: len(node.answer) - 4 * cut], node.segment)
-            number, cut = node.parent, node.cut
+            cut = node.cut
         return b"".join(reversed(pieces))
-
-    def undelivered(self) -> list[tuple[Digest, str, list[Node]]]:
-        """Answers that nobody is known to have received: the request and the call that they answer, and they."""
-        found: dict[tuple[Digest, str], list[Node]] = {}
-        for number, node in self.nodes.items():
-            if not node.delivered:
-                found.setdefault((self._prompts[number], node.call), []).append(node)
-        return [(prompt, call, nodes) for (prompt, call), nodes in found.items()]
-
-    def _after(self, number: int) -> Digest:
-        return self._fold(self._prompts[number], self.nodes[number].message)
 
     def _fold(self, digest: Digest, message: Message) -> Digest:
         if message["role"] == "assistant":
@@ -166,9 +201,13 @@ class Tree:
         named = self._named(message)
         if named in same:
             return named
-        exact = [n for n in same if text_of(self.nodes[n].message.get("content")) == text_of(message.get("content"))]
-        same = exact or same
-        return next((n for n in reversed(same) if self.nodes[n].delivered), same[-1])
+        text, best = text_of(message.get("content")), (False, False, 0)
+        for number in reversed(same):
+            node = self.nodes[number]
+            best = max(best, (text_of(node.message.get("content")) == text, node.delivered, number))
+            if best[:2] == (True, True):
+                break
+        return best[2]
 
     def _last_token(self, number: int) -> int:
         return array("i", self.nodes[number].answer[-4:])[0]

@@ -6,13 +6,14 @@ The trainer and `harnessed eval` write through here; every line is on disk when 
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from harnessed.records import Attempt, Outcome, Task, Transcript
-from harnessed.training.samples import Fates, path_to
+from harnessed.records import Attempt, Node, Outcome, Task, Transcript
+from harnessed.training.samples import Fates
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,16 @@ def complaint(transcripts: list[Transcript]) -> str:
 
 
 def conversations(attempt: Attempt) -> list[list[dict[str, Any]]]:
-    """The messages of every path from a conversation's start to an answer that no later request repeats."""
+    """The messages of every conversation, up to an answer that no later request repeats."""
     by_number = {node.number: node for node in attempt.nodes}
-    leaves = sorted(by_number.keys() - {node.parent for node in attempt.nodes})
-    return [
-        [message for node in path_to(by_number, leaf) for message in (*node.messages, node.message)] for leaf in leaves
-    ]
+    leaves = sorted(by_number.keys() - {node.follows for node in attempt.nodes})
+    return [_messages(by_number, leaf) for leaf in leaves]
+
+
+def _messages(by_number: dict[int, Node], leaf: int) -> list[dict[str, Any]]:
+    turns: list[list[dict[str, Any]]] = []
+    while leaf:
+        node = by_number[leaf]
+        turns.append([*node.messages, node.message])
+        leaf = node.follows
+    return list(chain.from_iterable(reversed(turns)))

@@ -9,6 +9,7 @@ import contextlib
 import signal
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
-from harnessed.records import Fate, Purpose, Task, Version
+from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Transcript, Version
 from harnessed.training.advantages import all_equal, group_relative
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import micro_batches
@@ -138,7 +139,7 @@ class Trainer:
                     self._report.transcript(transcript, spec.task, sample.fates, number)
             self._rollouts.close()
 
-        metrics = self._metrics(number, samples, taken, update)
+        metrics = self._metrics(number, samples, taken, update) | _splits(groups)
         metrics["rows_per_rollout"] = len(rows) / max(len(taken.samples), 1)
         metrics["rollout_seconds"] = rolled_out - started
         metrics["seconds"] = time.monotonic() - started
@@ -151,7 +152,8 @@ class Trainer:
     def _check_versions(self, taken: Taken) -> None:
         """In a synchronous run every token is sampled by the weights that it trains."""
         current = self._backend.version.pack()
-        served = {int(version) for sample in taken.samples for row in sample.rows for version in row.versions} - {-1}
+        served = {int(version) for sample in taken.samples for row in sample.rows for version in row.versions}
+        served.discard(UNKNOWN_VERSION)
         if served - {current}:
             others = ", ".join(".".join(map(str, Version.unpack(version))) for version in sorted(served - {current}))
             raise WrongVersion(
@@ -249,6 +251,13 @@ class Trainer:
             checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
             interrupted=interrupted,
         )
+
+
+def _splits(groups: list[list[Transcript]]) -> dict[str, int]:
+    """How often a conversation went on in a new row, by kind."""
+    attempts = [transcript.attempts[-1] for group in groups for transcript in group if transcript.attempts]
+    found = Counter(node.split for attempt in attempts for node in attempt.nodes)
+    return {f"splits_{kind}": found[kind] for kind in Split}
 
 
 def select(groups: list[list[Sample]], *, normalise: bool) -> Taken:

@@ -10,6 +10,7 @@ import orjson
 from harnessed.gateway.wire.turn import Reply, Turn, WireError
 
 MOST_CHOICES = 128
+MOST_STOP_STRINGS = 16
 
 
 def parse(body: bytes) -> Turn:
@@ -22,8 +23,6 @@ def parse(body: bytes) -> Turn:
         raise _invalid("the body must be a JSON object")
     if request.get("stream"):
         raise _invalid("this gateway answers Chat Completions unstreamed: send stream=false")
-    if request.get("stop"):
-        raise _invalid("stop strings are not supported: leave `stop` out, the policy's own stop token ends an answer")
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise _invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
     if isinstance(grammar := request.get("response_format"), dict) and grammar.get("type") != "text":
@@ -44,6 +43,7 @@ def parse(body: bytes) -> Turn:
         model=str(request.get("model") or "policy"),
         n=_count(request, "n") or 1,
         max_tokens=_count(request, "max_completion_tokens") or _count(request, "max_tokens"),
+        stop=_stop_strings(request),
         asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
     )
 
@@ -80,6 +80,16 @@ def _objects(request: dict[str, Any], name: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise _invalid(f"`{name}` must be a list of objects")
     return value
+
+
+def _stop_strings(request: dict[str, Any]) -> list[str]:
+    value = request.get("stop") or []
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(each, str) and each for each in strings):
+        raise _invalid("`stop` must be a text or a list of texts")
+    if len(strings) > MOST_STOP_STRINGS:
+        raise _invalid(f"`stop` holds more than {MOST_STOP_STRINGS} texts")
+    return strings
 
 
 def _count(request: dict[str, Any], name: str) -> int | None:

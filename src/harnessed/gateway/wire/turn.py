@@ -16,6 +16,8 @@ class Turn:
     n: int = 1
     """Answers wanted."""
     max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer; they are not delivered."""
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
 
@@ -26,7 +28,7 @@ class Choice:
 
     message: dict[str, Any]
     finish: str
-    """`stop` or `length`."""
+    """`stop`, `length` or `tool_calls`."""
     tokens: int
     """Sampled tokens."""
 

@@ -1,0 +1,133 @@
+"""How each kind of engine is asked for an answer, and how its answer is read. Pure functions; `engines.py` sends.
+
+`tokens` is the protocol of `engine/app.py`: token ids in, token ids out. `chat` is OpenAI's Chat Completions with
+`return_token_ids` (vLLM): the engine applies the chat template, and says which tokens it was given and which it
+sampled. vLLM gives log-probabilities of the sampled distribution with `--logprobs-mode processed_logprobs`; at
+temperature 1 its default means the same.
+"""
+
+from array import array
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import orjson
+
+from harnessed.records import UNKNOWN_VERSION, Dialect, EngineSpec
+
+PATHS = {Dialect.TOKENS: "/generate", Dialect.CHAT: "/v1/chat/completions"}
+_FINISHES = {"stop": "stop", "tool_calls": "stop", "length": "length", "abort": "interrupted"}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What an engine is asked for."""
+
+    prompt: list[int]
+    """Empty for engines that speak chat."""
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: list[int]
+    stop_strings: list[str] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """With `tools`, for engines that speak chat."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    def after(self, kept: "Generated") -> "Generation":
+        """The rest of an answer that was broken off; with another seed, or the same numbers would be drawn twice."""
+        sampled = len(kept.tokens)
+        return replace(
+            self, prompt=self.prompt + kept.tokens, max_tokens=self.max_tokens - sampled, seed=self.seed + sampled
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What it gave: one entry per sampled token in each list."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Empty: it gave none."""
+    versions: list[int]
+    finish: str
+    """`stop`, `length` or `interrupted`."""
+    prompt: list[int] = field(default_factory=list)
+    """Of engines that speak chat: what they made of the messages."""
+    message: dict[str, Any] | None = None
+    """Of engines that speak chat: the assistant message."""
+
+    def then(self, more: "Generated") -> "Generated":
+        """An answer that was broken off, with what followed."""
+        with_logprobs = len(self.logprobs) == len(self.tokens) and len(more.logprobs) == len(more.tokens)
+        return replace(
+            more,
+            tokens=self.tokens + more.tokens,
+            logprobs=self.logprobs + more.logprobs if with_logprobs else [],
+            versions=self.versions + more.versions,
+        )
+
+
+NOTHING = Generated([], [], [], "interrupted")
+"""Before the first token."""
+
+
+class NoAnswer(Exception):
+    """What the engine said is no answer of its protocol; the text says why."""
+
+
+def ask(engine: EngineSpec, generation: Generation) -> bytes:
+    """The request's body."""
+    common = {"max_tokens": generation.max_tokens, "temperature": generation.temperature, "seed": generation.seed}
+    if engine.speaks == Dialect.CHAT:
+        chat = {
+            "model": engine.model,
+            "messages": generation.messages,
+            "logprobs": True,
+            "return_token_ids": True,
+            "stop_token_ids": generation.stop,
+            # Otherwise vLLM takes these from the model's generation_config.json.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            **({"tools": generation.tools} if generation.tools else {}),
+            **({"stop": generation.stop_strings} if generation.stop_strings else {}),
+        }
+        return orjson.dumps(common | chat)
+    strings = {"stop_strings": generation.stop_strings} if generation.stop_strings else {}
+    return orjson.dumps(common | {"prompt": generation.prompt, "stop": generation.stop} | strings)
+
+
+def read(engine: EngineSpec, body: bytes) -> Generated:
+    """The answer in a body of status 200. Raises NoAnswer."""
+    try:
+        answer = orjson.loads(body)
+        generated = _read_chat(answer) if engine.speaks == Dialect.CHAT else _read_tokens(answer)
+        for numbers, kind in ((generated.tokens, "i"), (generated.logprobs, "f"), (generated.versions, "i")):
+            array(kind, numbers)  # raises for what cannot be stored
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise NoAnswer(f"gave no answer of the protocol: {error!r}") from error
+    tokens = len(generated.tokens)
+    if tokens != len(generated.versions) or not (tokens or generated.finish == "interrupted"):
+        raise NoAnswer(f"gave {tokens} tokens, {len(generated.versions)} versions")
+    if len(generated.logprobs) not in (0, tokens):
+        raise NoAnswer(f"gave {len(generated.logprobs)} log-probabilities for its {tokens} tokens")
+    return generated
+
+
+def _read_tokens(answer: dict[str, Any]) -> Generated:
+    return Generated(answer["tokens"], answer["logprobs"], answer["versions"], answer["finish"])
+
+
+def _read_chat(answer: dict[str, Any]) -> Generated:
+    choice = answer["choices"][0]
+    tokens, prompt = choice.get("token_ids"), answer.get("prompt_token_ids")
+    if not tokens or not prompt:
+        raise ValueError("it holds no token ids; does the engine know `return_token_ids`?")
+    logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+    message = {"role": "assistant"} | {key: value for key, value in choice["message"].items() if value}
+    message.setdefault("content", None)
+    array("i", prompt)
+    return Generated(
+        tokens, logprobs, [UNKNOWN_VERSION] * len(tokens), _FINISHES[choice["finish_reason"]], prompt, message
+    )

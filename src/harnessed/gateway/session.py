@@ -1,0 +1,151 @@
+"""An attempt in the gateway's memory: its transcript, and the calls whose answers are not delivered yet.
+
+`exchange.py` makes one for each attempt that calls, with `load`, and asks it which call a request repeats. It can
+always be made again from the store.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_attempt, load_nodes
+from harnessed.gateway.store import Store
+from harnessed.gateway.template import ChatTemplate
+from harnessed.gateway.transcript import INTERRUPTED, Digest, Place, Tree
+from harnessed.gateway.wire.turn import Turn
+from harnessed.records import History, Limits, Node, Sampling
+
+ANY_LENGTH = -1
+"""In place of a max_tokens that is not known any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A call whose answer is being made, or made and not yet delivered."""
+
+    id: str
+    answers: "asyncio.Future[list[Node]]"
+    """Done once they are durable."""
+    wanted: tuple[int, int | None]
+    """The request's n and max_tokens."""
+    connected: bool = True
+    """The client that waits for it has not been seen to leave."""
+
+    @property
+    def delivered(self) -> bool:
+        return self.answers.done() and all(node.delivered for node in self.answers.result())
+
+
+@dataclass(slots=True)
+class Session:
+    """One attempt."""
+
+    attempt: AttemptId
+    run: str
+    index: int
+    """Of the rollout in its group."""
+    seed: int
+    """Of the group."""
+    sampling: Sampling
+    limits: Limits
+    history: History
+    template: ChatTemplate
+    tree: Tree
+    calls: int
+    """Admitted so far."""
+    next_number: int
+    """Of the next node; handed out in the order in which writes are queued."""
+    pending: dict[Digest, list[Pending]] = field(default_factory=dict)
+    interrupted: dict[Digest, list[Node]] = field(default_factory=dict)
+    """Answers that an engine broke off and nobody goes on with: the same request gets the rest."""
+    faults: Faults = field(default_factory=dict)
+    """Requests that were refused or failed and have not been answered since."""
+    ended: bool = False
+    """Its attempt has ended; who still holds the session admits nothing more."""
+
+    def calls_in_progress(self) -> list[Pending]:
+        return [pending for waiting in self.pending.values() for pending in waiting]
+
+    def wait_for(self, prompt: Digest, pending: Pending) -> None:
+        """Somebody will get this call's answers. A call that fails is not waited for any more: the same request again
+        is a new call."""
+
+        def drop_failed(answers: asyncio.Future[list[Node]]) -> None:
+            if answers.cancelled() or answers.exception() is not None:
+                self.drop(prompt, pending)
+
+        self.pending.setdefault(prompt, []).append(pending)
+        pending.answers.add_done_callback(drop_failed)
+
+    def drop(self, prompt: Digest, pending: Pending) -> None:
+        """Nobody has to get its answers any more."""
+        waiting = self.pending.get(prompt, [])
+        if pending in waiting:
+            waiting.remove(pending)
+        if not waiting:
+            self.pending.pop(prompt, None)
+
+    def drop_delivered(self, nodes: list[int]) -> None:
+        """These answers turned out to have arrived."""
+        for prompt in {self.tree.prompt(number) for number in nodes}:
+            for pending in [each for each in self.pending.get(prompt, []) if each.delivered]:
+                self.drop(prompt, pending)
+
+    def retried(self, turn: Turn, place: Place, retry_count: int) -> Pending | None:
+        """The call that this request repeats because its answer did not arrive; None: the request is a new one.
+
+        A call whose client was seen to leave comes first; one that a client still seems to wait for is only taken by a
+        request that says that it is a retry.
+        """
+        same = [p for p in self.pending.get(place.prompt, []) if p.wanted in (wanted(turn), (turn.n, ANY_LENGTH))]
+        left = [pending for pending in same if not pending.connected]
+        for pending in left or (same if retry_count > 0 else []):
+            pending.connected = True
+            return pending
+        return None
+
+    def take_interrupted(self, prompt: Digest, most: int) -> list[Node]:
+        """Answers to go on with; they are the caller's now."""
+        found = self.interrupted.pop(prompt, [])
+        if found[most:]:
+            self.interrupted[prompt] = found[most:]
+        return found[:most]
+
+
+def wanted(turn: Turn) -> tuple[int, int | None]:
+    return turn.n, turn.max_tokens
+
+
+async def load(store: Store, attempt: AttemptId, policy: Callable[[str], ChatTemplate]) -> Session | None:
+    """The session of a live attempt; None: there is none."""
+    known = await store.read(lambda connection: load_attempt(connection, attempt))
+    if known is None or not known["live"]:
+        return None
+
+    nodes = await store.read(lambda connection: load_nodes(connection, attempt))
+    session = Session(
+        attempt=attempt,
+        run=known["run"],
+        index=known["index"],
+        seed=known["seed"],
+        sampling=known["sampling"],
+        limits=known["limits"],
+        history=known["history"],
+        template=policy(known["policy"]),
+        tree=await asyncio.to_thread(Tree.of, nodes),
+        calls=await store.read(lambda connection: count_calls(connection, attempt)),
+        next_number=known["nodes"] + 1,
+        faults=known["faults"],
+    )
+    undelivered: dict[tuple[Digest, str], list[Node]] = {}
+    for node in nodes:
+        if node.finish == INTERRUPTED:
+            session.interrupted.setdefault(session.tree.prompt(node.number), []).append(node)
+        elif not node.delivered:
+            undelivered.setdefault((session.tree.prompt(node.number), node.call), []).append(node)
+    for (prompt, call), answers in undelivered.items():
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(answers)
+        # What max_tokens was is not known any more: any request that is otherwise the same is taken for the retry.
+        session.pending.setdefault(prompt, []).append(Pending(call, done, (len(answers), ANY_LENGTH), connected=False))
+    return session

@@ -22,7 +22,7 @@ from harnessed.client import (
     get_transcripts,
     post_reward,
 )
-from harnessed.gateway import api, exchange, lifecycle, session
+from harnessed.gateway import api, exchange, lifecycle, sampling, session
 from harnessed.gateway.keys import Key, Scope
 from harnessed.gateway.wire.turn import WireError
 from harnessed.records import Ending, Event, Outcome, Reward, Version
@@ -548,7 +548,7 @@ async def test_several_answers_that_nobody_took_are_replayed_together_after_a_re
 async def test_an_answer_is_stored_before_it_is_sent(house, monkeypatch):
     """A kill between the two must never lose what a client has."""
     order = []
-    record, send = exchange.record_answers, exchange._send
+    record, send = sampling.record_answers, exchange._send
 
     def recorded(connection, *rest):
         time.sleep(0.2)
@@ -559,7 +559,7 @@ async def test_an_answer_is_stored_before_it_is_sent(house, monkeypatch):
         order.append("sent")
         await send(*rest)
 
-    monkeypatch.setattr(exchange, "record_answers", recorded)
+    monkeypatch.setattr(sampling, "record_answers", recorded)
     monkeypatch.setattr(exchange, "_send", sent)
     (attempt,) = await house.attempts()
     await say(house, attempt.key, [USER])

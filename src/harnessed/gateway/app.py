@@ -87,6 +87,7 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
         yield application
     finally:
         expiry.cancel()
+        exchange.close()
         await engines.close()
         await store.close()
 

@@ -80,8 +80,11 @@ class Engines:
         raise AssertionError("the deadline ends the loop")
 
     def speaks(self, run: str, rollout: str) -> Dialect:
-        """How the rollout's engine is asked. Raises EngineFailed."""
-        return self._of(run, rollout).speaks
+        """How the rollout's engine is asked; by tokens as long as there is none."""
+        try:
+            return self._of(run, rollout).speaks
+        except EngineFailed:
+            return Dialect.TOKENS
 
     def trouble(self, run: str, rollout: str) -> str:
         """Why the rollout's engine is out of reach; empty if it is not."""

@@ -7,64 +7,36 @@ comes back with the same request gets the answer that was made for it.
 
 import asyncio
 import contextlib
-import hashlib
 import secrets
-import string
 import time
-from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import orjson
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from harnessed.gateway.dialects import NOTHING, Generated, Generation
-from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines
+from harnessed.gateway.engines import Engines
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
-from harnessed.gateway.lifecycle import Refused
-from harnessed.gateway.recording import (
-    AttemptId,
-    admit,
-    mark_delivered,
-    record_answers,
-    record_failure,
-    record_faults,
-)
+from harnessed.gateway.recording import AttemptId, admit, mark_delivered, record_faults
+from harnessed.gateway.sampling import LIMIT, Sampler
 from harnessed.gateway.session import Pending, Session, load, wanted
-from harnessed.gateway.splits import by_ids, by_text
+from harnessed.gateway.splits import by_text
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
-from harnessed.gateway.transcript import INTERRUPTED, Place, Segment
+from harnessed.gateway.transcript import Place, Segment
 from harnessed.gateway.wire import chat
-from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError, context_overflow
+from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError
 from harnessed.records import Dialect, History, Node
 
 T = TypeVar("T")
 MOST_BODY_BYTES = 64 * 2**20
-LIMIT = "limit"
-"""In place of a request among the faults: what reached a limit once does so again."""
 ASIDE_BYTES = 32 * 2**10
 """Requests from this size on are read and encoded in a thread, so that they slow nobody else."""
-CALL_ID_LETTERS = string.ascii_letters + string.digits
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """One answer to be sampled."""
-
-    segment: Segment | None
-    """None: the engine says what it made of the messages."""
-    generation: Generation
-    begun: Node | None
-    """What an engine broke off before: sampled already, and recorded."""
 
 
 class Exchange:
@@ -73,6 +45,7 @@ class Exchange:
     def __init__(self, store: Store, engines: Engines, keyring: Keyring) -> None:
         self._store = store
         self._engines = engines
+        self._sampler = Sampler(store, engines)
         self._keyring = keyring
         self._sessions: dict[AttemptId, Session] = {}
         self._loading: dict[AttemptId, asyncio.Task[Session]] = {}
@@ -102,6 +75,9 @@ class Exchange:
         else:
             await _send(send, 200, answer)
             self._delivered(session, place, pending)
+
+    def close(self) -> None:
+        self._encoder.shutdown(wait=False)
 
     def policy(self, folder: str) -> ChatTemplate:
         """The template of a policy folder, read once. Raises ConfigError."""
@@ -157,7 +133,7 @@ class Exchange:
 
     async def _session(self, key: Key) -> Session:
         attempt = (key.rollout, key.attempt)
-        if attempt not in self._sessions:
+        if attempt not in self._sessions or self._sessions[attempt].ended:
             loading = self._loading.get(attempt)
             if loading is None:
                 loading = self._loading[attempt] = asyncio.create_task(self._load(attempt))
@@ -188,7 +164,7 @@ class Exchange:
         if session.ended or session.attempt[0] in self._closing:
             raise _ended(session.attempt)
         if session.calls >= session.limits.calls:
-            self._fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
+            self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
 
     def _encode(self, session: Session, turn: Turn, place: Place) -> Segment | None:
@@ -205,100 +181,14 @@ class Exchange:
     def _begin(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
         self._check_admission(session)
-        choices = self._choices(session, turn, place, segment)
+        choices = self._sampler.choices(session, turn, place, segment)
         call, now = secrets.token_hex(8), time.time()
         session.calls += 1
         self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn.asked, now))
-        pending = Pending(call, asyncio.create_task(self._sample(session, turn, place, choices, call)), wanted(turn))
+        answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call))
+        pending = Pending(call, answers, wanted(turn))
         session.wait_for(place.prompt, pending)
         return pending
-
-    def _choices(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> list[_Choice]:
-        """What is to be sampled. Refuses what does not fit the context."""
-        if segment is None:
-            used, prompt = session.tree.length(place.follows), array("i")
-        else:
-            prompt = array("i", session.tree.context(segment.parent, segment.cut))
-            prompt.extend(segment.ids)
-            used = len(prompt)
-        room = session.limits.context - used
-        if room < 1:
-            self._fault(session, LIMIT, f"budget: the context limit of {session.limits.context} tokens was reached")
-            raise context_overflow(used + 1, session.limits.context)
-        generation = Generation(
-            prompt=prompt.tolist(),
-            max_tokens=min(room, session.sampling.max_tokens, turn.max_tokens or room),
-            temperature=session.sampling.temperature,
-            seed=0,
-            stop=session.template.stop_ids,
-            stop_strings=turn.stop,
-            messages=turn.messages if segment is None else [],
-            tools=turn.tools if segment is None else [],
-        )
-        begun = [] if segment is None else session.take_interrupted(place.prompt, turn.n)
-        return [
-            _choice(session, segment, replace(generation, seed=_seed(session, choice)), node)
-            for choice, node in zip_longest(range(turn.n), begun)
-        ]
-
-    async def _sample(
-        self, session: Session, turn: Turn, place: Place, choices: list[_Choice], call: str
-    ) -> list[Node]:
-        """Ask the engine for every answer of the call and record them; they are durable when this returns."""
-        given = await asyncio.gather(*(self._answer(session, choice) for choice in choices), return_exceptions=True)
-        failure = next((error for error in given if isinstance(error, BaseException)), None)
-        if failure is None:
-            session.faults.pop(place.prompt.hex(), None)
-        nodes: list[Node] = []
-        continued: list[int] = []
-        for choice, answer in zip(choices, given, strict=True):
-            generated = answer.kept if isinstance(answer, EngineFailed) else answer
-            if isinstance(generated, BaseException) or not generated.tokens:
-                continue
-            number = session.next_number + len(nodes)
-            nodes.append(_node(session, turn, place, choice, generated, number, call))
-            continued += [choice.begun.number] if choice.begun else []
-        session.next_number += len(nodes)
-        if nodes:
-            await self._record(session, place, nodes, continued)
-        if failure is not None:
-            self._store.write_soon(lambda connection: record_failure(connection, call, time.time()))
-            self._explain(session, place, failure)
-        return nodes
-
-    async def _answer(self, session: Session, choice: _Choice) -> Generated:
-        kept = _kept(choice.begun) if choice.begun else NOTHING
-        return await self._engines.generate(session.run, session.attempt[0], choice.generation, kept)
-
-    def _explain(self, session: Session, place: Place, failure: BaseException) -> NoReturn:
-        """Tell the harness, in its terms, why it gets no answer."""
-        if isinstance(failure, ContextTooLong):
-            self._fault(session, LIMIT, "budget: the engine's context was reached")
-            raise WireError(400, "context_length_exceeded", str(failure)) from failure
-        if isinstance(failure, EngineFailed):
-            self._fault(session, place.prompt.hex(), f"engine: {failure}")
-            raise WireError(503, "engine_failed", str(failure)) from failure
-        raise failure
-
-    async def _record(self, session: Session, place: Place, nodes: list[Node], continued: list[int]) -> None:
-        faults = dict(session.faults)
-        try:
-            await self._store.write(
-                lambda connection: record_answers(connection, session.attempt, nodes, continued, faults, time.time())
-            )
-        except Refused as error:
-            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
-            self._forget(session)
-            raise WireError(403, "attempt_ended", str(error)) from error
-        except SQLAlchemyError as error:
-            self._forget(session)  # what memory holds is ahead of the store: load it again
-            raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
-        for node in nodes:
-            session.tree.add(node, place.prompt)
-            if node.finish == INTERRUPTED:
-                session.interrupted.setdefault(place.prompt, []).append(node)
-        for number in continued:
-            del session.tree.nodes[number]
 
     def _delivered(self, session: Session, place: Place, pending: Pending) -> None:
         numbers = [node.number for node in pending.answers.result()]
@@ -306,11 +196,6 @@ class Exchange:
             session.tree.nodes[number].delivered = True
         self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
         session.drop(place.prompt, pending)
-
-    def _fault(self, session: Session, request: str, what: str) -> None:
-        session.faults[request] = what
-        faults = dict(session.faults)
-        self._store.write_soon(lambda connection: record_faults(connection, session.attempt, faults))
 
 
 def _ended(attempt: AttemptId) -> WireError:
@@ -325,66 +210,6 @@ def _read(session: Session, body: bytes) -> tuple[Turn, Place]:
         raise WireError(400, "invalid_messages", f"the messages cannot be read: {error}") from error
 
 
-def _choice(session: Session, segment: Segment | None, generation: Generation, begun: Node | None) -> _Choice:
-    if begun is None:
-        return _Choice(segment, generation, None)
-    # It goes on where it was begun, whatever the transcript has learnt since.
-    segment = Segment(begun.parent, array("i", begun.segment).tolist(), begun.cut, begun.split)
-    prompt = array("i", session.tree.context(begun.parent, begun.cut) + begun.segment).tolist()
-    return _Choice(segment, replace(generation, prompt=prompt), begun)
-
-
-def _node(
-    session: Session, turn: Turn, place: Place, choice: _Choice, generated: Generated, number: int, call: str
-) -> Node:
-    """The record of one answer."""
-    segment = choice.segment or by_ids(session.tree, place, generated.prompt, session.template)
-    return Node(
-        number=number,
-        parent=segment.parent,
-        segment=array("i", segment.ids).tobytes(),
-        answer=array("i", generated.tokens).tobytes(),
-        logprobs=array("f", generated.logprobs).tobytes(),
-        versions=array("i", generated.versions).tobytes(),
-        temperature=choice.generation.temperature,
-        finish=generated.finish,
-        cut=segment.cut,
-        delivered=False,
-        follows=place.follows,
-        split=segment.split,
-        messages=place.new,
-        message=_message(session.template, generated, turn.stop),
-        call=call,
-        tools=[] if place.follows else turn.tools,
-    )
-
-
-def _kept(node: Node) -> Generated:
-    return Generated(
-        array("i", node.answer).tolist(),
-        array("f", node.logprobs).tolist(),
-        array("i", node.versions).tolist(),
-        node.finish,
-    )
-
-
-def _message(template: ChatTemplate, generated: Generated, stop_strings: list[str]) -> dict[str, Any]:
-    """The answer as it is delivered."""
-    if generated.message is not None:
-        calls = [call | {"id": _call_id()} for call in generated.message.get("tool_calls") or []]
-        return generated.message | ({"tool_calls": calls} if calls else {})
-    stopped = generated.tokens[-1] in template.stop_ids
-    text = template.text(generated.tokens, stopped=stopped)
-    if generated.finish == "stop" and not stopped:
-        text = text[: min((found for stop in stop_strings if (found := text.find(stop)) >= 0), default=len(text))]
-    return {"role": "assistant", "content": text}
-
-
-def _call_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other ids."""
-    return "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(9))
-
-
 def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
     nodes = pending.answers.result()
     prompt_tokens = session.tree.length(nodes[0].number) - nodes[0].sampled
@@ -393,12 +218,6 @@ def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
         for node in nodes
     ]
     return Reply(pending.id, turn.model, time.time(), prompt_tokens, choices)
-
-
-def _seed(session: Session, choice: int) -> int:
-    """The same run on the same tasks draws the same numbers, whatever its ids and ports."""
-    name = f"{session.seed}/{session.index}/{session.calls}/{choice}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
 
 
 def _retry_count(scope: Scope) -> int:

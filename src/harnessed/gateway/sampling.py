@@ -1,0 +1,209 @@
+"""From an encoded call to its recorded answers: what the engine is asked for, and what becomes of what it gives.
+
+`exchange.py` calls `choices` when it admits a call, and lets `sample` run as a task that belongs to the attempt, not to
+the connection.
+"""
+
+import asyncio
+import hashlib
+import secrets
+import string
+import time
+from array import array
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from harnessed.gateway.dialects import NOTHING, Generated, Generation
+from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines
+from harnessed.gateway.lifecycle import Refused
+from harnessed.gateway.recording import record_answers, record_failure, record_faults
+from harnessed.gateway.session import Session
+from harnessed.gateway.splits import by_ids
+from harnessed.gateway.store import Store
+from harnessed.gateway.template import ChatTemplate
+from harnessed.gateway.transcript import INTERRUPTED, Place, Segment
+from harnessed.gateway.wire.turn import Turn, WireError, context_overflow
+from harnessed.records import Node
+
+LIMIT = "limit"
+"""In place of a request among the faults: what reached a limit once does so again."""
+CALL_ID_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One answer to be sampled."""
+
+    segment: Segment | None
+    """None: the engine says what it made of the messages."""
+    generation: Generation
+    begun: Node | None
+    """What an engine broke off before: sampled already, and recorded."""
+
+
+class Sampler:
+    """Asks the engines for answers, and records them."""
+
+    def __init__(self, store: Store, engines: Engines) -> None:
+        self._store = store
+        self._engines = engines
+
+    def choices(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> list[Wanted]:
+        """What is to be sampled. Refuses what does not fit the context."""
+        if segment is None:
+            used, prompt = session.tree.length(place.follows), array("i")
+        else:
+            prompt = array("i", session.tree.context(segment.parent, segment.cut))
+            prompt.extend(segment.ids)
+            used = len(prompt)
+        room = session.limits.context - used
+        if room < 1:
+            self.fault(session, LIMIT, f"budget: the context limit of {session.limits.context} tokens was reached")
+            raise context_overflow(used + 1, session.limits.context)
+        generation = Generation(
+            prompt=prompt.tolist(),
+            max_tokens=min(room, session.sampling.max_tokens, turn.max_tokens or room),
+            temperature=session.sampling.temperature,
+            seed=0,
+            stop=session.template.stop_ids,
+            stop_strings=turn.stop,
+            messages=turn.messages if segment is None else [],
+            tools=turn.tools if segment is None else [],
+        )
+        begun = [] if segment is None else session.take_interrupted(place.prompt, turn.n)
+        return [
+            _choice(session, segment, replace(generation, seed=_seed(session, choice)), node)
+            for choice, node in zip_longest(range(turn.n), begun)
+        ]
+
+    async def sample(self, session: Session, turn: Turn, place: Place, choices: list[Wanted], call: str) -> list[Node]:
+        """Ask the engine for every answer of the call and record them; they are durable when this returns."""
+        given = await asyncio.gather(*(self._answer(session, choice) for choice in choices), return_exceptions=True)
+        failure = next((error for error in given if isinstance(error, BaseException)), None)
+        if failure is None:
+            session.faults.pop(place.prompt.hex(), None)
+        nodes: list[Node] = []
+        continued: list[int] = []
+        for choice, answer in zip(choices, given, strict=True):
+            generated = answer.kept if isinstance(answer, EngineFailed) else answer
+            if isinstance(generated, BaseException) or not generated.tokens:
+                continue
+            number = session.next_number + len(nodes)
+            nodes.append(_node(session, turn, place, choice, generated, number, call))
+            continued += [choice.begun.number] if choice.begun else []
+        session.next_number += len(nodes)
+        if nodes:
+            await self._record(session, place, nodes, continued)
+        if failure is not None:
+            self._store.write_soon(lambda connection: record_failure(connection, call, time.time()))
+            self._explain(session, place, failure)
+        return nodes
+
+    async def _answer(self, session: Session, choice: Wanted) -> Generated:
+        kept = _kept(choice.begun) if choice.begun else NOTHING
+        return await self._engines.generate(session.run, session.attempt[0], choice.generation, kept)
+
+    def _explain(self, session: Session, place: Place, failure: BaseException) -> NoReturn:
+        """Tell the harness, in its terms, why it gets no answer."""
+        if isinstance(failure, ContextTooLong):
+            self.fault(session, LIMIT, "budget: the engine's context was reached")
+            raise WireError(400, "context_length_exceeded", str(failure)) from failure
+        if isinstance(failure, EngineFailed):
+            self.fault(session, place.prompt.hex(), f"engine: {failure}")
+            raise WireError(503, "engine_failed", str(failure)) from failure
+        raise failure
+
+    async def _record(self, session: Session, place: Place, nodes: list[Node], continued: list[int]) -> None:
+        faults = dict(session.faults)
+        try:
+            await self._store.write(
+                lambda connection: record_answers(connection, session.attempt, nodes, continued, faults, time.time())
+            )
+        except Refused as error:
+            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
+            session.ended = True
+            raise WireError(403, "attempt_ended", str(error)) from error
+        except SQLAlchemyError as error:
+            session.ended = True  # what memory holds is ahead of the store: load it again
+            raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
+        for node in nodes:
+            session.tree.add(node, place.prompt)
+            if node.finish == INTERRUPTED:
+                session.interrupted.setdefault(place.prompt, []).append(node)
+        for number in continued:
+            del session.tree.nodes[number]
+
+    def fault(self, session: Session, request: str, what: str) -> None:
+        """A request was refused (`budget: ...`) or failed (`engine: ...`)."""
+        session.faults[request] = what
+        faults = dict(session.faults)
+        self._store.write_soon(lambda connection: record_faults(connection, session.attempt, faults))
+
+
+def _choice(session: Session, segment: Segment | None, generation: Generation, begun: Node | None) -> Wanted:
+    if begun is None:
+        return Wanted(segment, generation, None)
+    # It goes on where it was begun, whatever the transcript has learnt since.
+    segment = Segment(begun.parent, array("i", begun.segment).tolist(), begun.cut, begun.split)
+    prompt = array("i", session.tree.context(begun.parent, begun.cut) + begun.segment).tolist()
+    return Wanted(segment, replace(generation, prompt=prompt), begun)
+
+
+def _node(
+    session: Session, turn: Turn, place: Place, choice: Wanted, generated: Generated, number: int, call: str
+) -> Node:
+    """The record of one answer."""
+    segment = choice.segment or by_ids(session.tree, place, generated.prompt, session.template)
+    return Node(
+        number=number,
+        parent=segment.parent,
+        segment=array("i", segment.ids).tobytes(),
+        answer=array("i", generated.tokens).tobytes(),
+        logprobs=array("f", generated.logprobs).tobytes(),
+        versions=array("i", generated.versions).tobytes(),
+        temperature=choice.generation.temperature,
+        finish=generated.finish,
+        cut=segment.cut,
+        delivered=False,
+        follows=place.follows,
+        split=segment.split,
+        messages=place.new,
+        message=_message(session.template, generated, turn.stop),
+        call=call,
+        tools=[] if place.follows else turn.tools,
+    )
+
+
+def _kept(node: Node) -> Generated:
+    return Generated(
+        array("i", node.answer).tolist(),
+        array("f", node.logprobs).tolist(),
+        array("i", node.versions).tolist(),
+        node.finish,
+    )
+
+
+def _message(template: ChatTemplate, generated: Generated, stop_strings: list[str]) -> dict[str, Any]:
+    """The answer as it is delivered."""
+    if generated.message is not None:
+        calls = [call | {"id": _call_id()} for call in generated.message.get("tool_calls") or []]
+        return generated.message | ({"tool_calls": calls} if calls else {})
+    stopped = generated.tokens[-1] in template.stop_ids
+    text = template.text(generated.tokens, stopped=stopped)
+    if generated.finish == "stop" and not stopped:
+        text = text[: min((found for stop in stop_strings if (found := text.find(stop)) >= 0), default=len(text))]
+    return {"role": "assistant", "content": text}
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates take no other ids."""
+    return "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(9))
+
+
+def _seed(session: Session, choice: int) -> int:
+    """The same run on the same tasks draws the same numbers, whatever its ids and ports."""
+    name = f"{session.seed}/{session.index}/{session.calls}/{choice}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())

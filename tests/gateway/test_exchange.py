@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import httpx
@@ -24,6 +25,7 @@ from harnessed.client import (
 )
 from harnessed.gateway import api, exchange, lifecycle, sampling, session
 from harnessed.gateway.keys import Key, Scope
+from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import WireError
 from harnessed.records import Ending, Event, Outcome, Reward, Version
 from harnessed.training.samples import build
@@ -608,6 +610,40 @@ async def test_odd_messages_never_break_the_gateway(house, message):
         )
     assert response.status_code == 400, response.text
     assert json.loads(response.content)["error"]["message"]
+
+
+async def test_a_long_request_is_encoded_while_others_are_served(house, monkeypatch):
+    """Its encoding takes until another call has been answered."""
+    slow, quick = await house.attempts(2, max_tokens=20)
+    served, encode = threading.Event(), ChatTemplate.first_segment
+
+    def first_segment(template, messages, tools):
+        if len(messages[0]["content"]) > 10:
+            assert served.wait(10), "no other call was served"
+        return encode(template, messages, tools)
+
+    monkeypatch.setattr(ChatTemplate, "first_segment", first_segment)
+    await house.make_run(context=100_000)
+    house.engine.context = 200_000
+    long = {"role": "user", "content": "x" * exchange.ASIDE_BYTES}
+    asking = asyncio.create_task(say(house, slow.key, [long]))
+    await asyncio.sleep(0.1)
+    await say(house, quick.key, [USER])
+    served.set()
+    assert told(await asking)["content"] == "answer 2"
+    await say(house, slow.key, [long, {"role": "assistant", "content": "answer 2"}, USER])
+    assert [node.parent for node in await house.nodes()] == [0, 1]
+
+
+async def test_an_engine_fault_that_was_overcome_before_a_restart_is_forgotten(house):
+    house.engine.script = lambda prompt, call: Scripted(status=500) if call == 1 else answer("fine")
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.InternalServerError):
+        await say(house, attempt.key, [USER])
+    await house.restart()
+    await say(house, attempt.key, [USER])
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 1))
+    assert (await house.admin(get_rollout(attempt.rollout))).outcome == Outcome.OK
 
 
 async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused(house, monkeypatch):

@@ -240,6 +240,18 @@ async def test_rows_merge_with_any_branch_whose_tokens_they_repeat(chatting):
     assert len(sample.rows) == 2
 
 
+async def test_of_equal_answers_the_one_that_is_meant_goes_on(chatting):
+    house = chatting
+    house.engine.script = lambda prompt, call: answer("same")
+    (attempt,) = await house.attempts()
+    for _ in range(3):
+        last = await say(house, attempt.key, [USER])
+    await say(house, attempt.key, [USER, told(last), USER])
+    nodes, sample = await end(house, attempt)
+    assert shape(nodes) == [(0, 0, "")] * 3 + [(3, 3, "")]
+    assert len(sample.rows) == 3
+
+
 async def test_a_context_that_the_engine_refuses_is_refused_in_words_that_harnesses_know(chatting):
     house = chatting
     house.engine.context = 10

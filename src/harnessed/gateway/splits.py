@@ -33,12 +33,9 @@ def by_text(tree: Tree, place: Place, messages: Messages, tools: Messages, templ
     text = template.render(messages, tools)
 
     def pieces(node: Node) -> tuple[str, str, str]:
-        sampled = array("i", node.answer).tolist()
-        return (
-            template.written(array("i", node.segment).tolist()),
-            template.written(sampled),
-            template.written(sampled[:-1]) if sampled[-1] in template.stop_ids else "",
-        )
+        if node.number not in tree.texts:
+            tree.texts[node.number] = _texts(node, template)
+        return tree.texts[node.number]
 
     reached = _deepest(tree, place, text, pieces)
     return Segment(
@@ -60,6 +57,15 @@ def by_ids(tree: Tree, place: Place, ids: list[int], template: ChatTemplate) -> 
     reached = _deepest(tree, place, context, pieces)
     split = _split(tree, place, reached.node, template.written(ids), template)
     return Segment(reached.node, ids[reached.end // 4 :], reached.cut, split)
+
+
+def _texts(node: Node, template: ChatTemplate) -> tuple[str, str, str]:
+    sampled = array("i", node.answer).tolist()
+    return (
+        template.written(array("i", node.segment).tolist()),
+        template.written(sampled),
+        template.written(sampled[:-1]) if sampled[-1] in template.stop_ids else "",
+    )
 
 
 def _deepest(tree: Tree, place: Place, context: Text, pieces: Callable[[Node], tuple[Text, Text, Text]]) -> _Reached:

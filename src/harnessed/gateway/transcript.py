@@ -61,6 +61,8 @@ class Tree:
     nodes: dict[int, Node] = field(default_factory=dict)
     children: dict[int, list[int]] = field(default_factory=dict)
     """Node -> the nodes whose tokens go on from it; 0: those that start a context."""
+    texts: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    """Node -> its tokens as text, once `splits.py` has needed it."""
     _conversations: dict[Digest, list[int]] = field(default_factory=dict)
     """A conversation that ends in an answer -> the nodes with that answer, in order of recording."""
     _answers: dict[bytes, list[int]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
-from harnessed.records import Dialect, History, Limits, Sampling
+from harnessed.records import Dialect, History, Limits, Overlong, Sampling
 
 
 class ConfigError(Exception):
@@ -202,6 +202,11 @@ class Trainer(Settings):
     threads: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Most tokens (padding included) in one forward pass, unless a single row is longer."""
+    row_tokens: int | None = Field(None, ge=1)
+    """Longest training row, in tokens. None: as long as limits.context lets them become."""
+    overlong: Overlong = Overlong.TRUNCATE
+    """What becomes of a longer one. `truncate`: its first row_tokens are trained. `drop`: it is not trained. `fail`:
+    the run ends. Tokens that are not trained for this reason have the fate `overlong`."""
     checkpoint_every: int = Field(10, ge=1)
     """Steps. The last step is always kept."""
     keep_checkpoints: int = Field(3, ge=1)

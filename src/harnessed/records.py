@@ -110,6 +110,17 @@ class Split(StrEnum):
     """The harness changed its history: the answer itself, or what stood before it."""
 
 
+class Overlong(StrEnum):
+    """What becomes of a training row that is longer than allowed."""
+
+    TRUNCATE = "truncate"
+    """Its first tokens are trained; the fate of the others is `overlong`."""
+    DROP = "drop"
+    """It is not trained. What it shares with a row that fits is trained there."""
+    FAIL = "fail"
+    """The run ends."""
+
+
 class Dialect(StrEnum):
     """How an engine is asked."""
 

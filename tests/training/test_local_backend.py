@@ -70,6 +70,21 @@ def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budge
             assert torch.allclose(ours, theirs, atol=2e-4)
 
 
+@pytest.mark.parametrize("budget", [1, 1000])
+def test_what_engine_and_trainer_compute_differently_is_told(policy, tmp_path, budget):
+    backend = LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    samples, advantages = step_of(1.0)
+    differences = []
+    for row in (row for sample in samples for row in sample.rows):
+        logits = model(input_ids=torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0].detach()
+        logprobs = torch.log_softmax(logits, -1).numpy()
+        differences += [abs(logprobs[i - 1, row.tokens[i]] - row.logprobs[i]) for i in np.flatnonzero(row.trained)]
+    metrics = backend.update(micro_batches(samples, advantages, budget), Objective()).metrics
+    assert metrics["logprob_difference_max"] == pytest.approx(max(differences), abs=1e-4)
+    assert metrics["logprob_difference"] == pytest.approx(np.mean(differences), abs=1e-4)
+
+
 def test_an_update_that_is_not_finite_is_not_applied(policy, tmp_path):
     backend = LocalBackend(policy, tmp_path / "weights", Optimiser(learning_rate=1e-2), threads=1)
     before = [parameter.detach().clone() for parameter in backend._model.parameters()]

@@ -1,10 +1,12 @@
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transcripts import node, rollout, transcript
 
-from harnessed.records import Attempt, Fate, Outcome, Purpose, Transcript
-from harnessed.training.samples import build
+from harnessed.records import Attempt, Fate, Outcome, Overlong, Purpose, Transcript
+from harnessed.training.failures import RowTooLong
+from harnessed.training.samples import Bound, build
 
 
 def test_a_linear_conversation_is_one_row():
@@ -94,9 +96,13 @@ def trees(draw):
     return nodes
 
 
-@given(trees())
-def test_fates_add_up_and_each_trained_token_has_exactly_its_context(nodes):
-    sample = build(transcript(nodes))
+bounds = st.builds(Bound, st.none() | st.integers(1, 30), st.sampled_from([Overlong.TRUNCATE, Overlong.DROP]))
+
+
+@given(trees(), bounds)
+def test_fates_add_up_and_each_trained_token_has_exactly_its_context(nodes, bound):
+    sample = build(transcript(nodes), bound)
+    assert all(len(row.tokens) <= (bound.tokens or 999) and row.trained.any() for row in sample.rows)
     assert sum(sample.fates.values()) == sum(each.sampled for each in nodes)
     trained = []
     for row in sample.rows:
@@ -108,6 +114,45 @@ def test_fates_add_up_and_each_trained_token_has_exactly_its_context(nodes):
             context = row.tokens[:start].tolist()
             assert context == engine_context(nodes, source)
     assert len(trained) == len(set(trained)) == sample.fates[Fate.TRAINED]
+
+
+LONG = [node(1, 0, [1, 2], [3, 9]), node(2, 1, [4], [5, 6, 9]), node(3, 1, [7], [8])]
+"""Rows of 8 and 6 tokens that share 4."""
+
+
+def test_a_row_that_is_too_long_is_cut():
+    sample = build(transcript(LONG), Bound(6, Overlong.TRUNCATE))
+    assert [row.tokens.tolist() for row in sample.rows] == [[1, 2, 3, 9, 4, 5], [1, 2, 3, 9, 7, 8]]
+    assert sample.fates == {Fate.TRAINED: 4, Fate.OVERLONG: 2}
+    assert sum(row.trained.sum() for row in sample.rows) == sample.trained_tokens
+
+
+def test_a_row_that_is_cut_before_its_own_answers_is_none():
+    sample = build(transcript(LONG), Bound(5, Overlong.TRUNCATE))
+    assert [row.tokens.tolist() for row in sample.rows] == [[1, 2, 3, 9, 4]]
+    assert sample.fates == {Fate.TRAINED: 2, Fate.OVERLONG: 4}
+
+
+def test_what_a_dropped_row_shares_is_trained_in_the_row_that_fits():
+    sample = build(transcript(LONG), Bound(6, Overlong.DROP))
+    assert [row.tokens.tolist() for row in sample.rows] == [[1, 2, 3, 9, 7, 8]]
+    assert sample.fates == {Fate.TRAINED: 3, Fate.OVERLONG: 3}
+
+
+def test_a_row_that_is_too_long_ends_the_run_where_that_is_wanted():
+    assert len(build(transcript(LONG), Bound(8, Overlong.FAIL)).rows) == 2
+    with pytest.raises(RowTooLong, match=r"g\.0 gives a row of 8 tokens, and trainer\.row_tokens is 7"):
+        build(transcript(LONG), Bound(7, Overlong.FAIL))
+
+
+def test_the_answer_in_place_of_a_stop_that_history_writes_differently():
+    """Node 2's context leaves out node 1's stop, which is trained in a row of its own."""
+    nodes = [node(1, 0, [1], [2, 3, 99], version=5), node(2, 1, [4], [5], cut=1)]
+    sample = build(transcript(nodes))
+    assert [row.tokens.tolist() for row in sample.rows] == [[1, 2, 3, 99], [1, 2, 3, 4, 5]]
+    assert [row.trained.tolist() for row in sample.rows] == [[False, True, True, True], [False] * 4 + [True]]
+    assert sample.rows[1].versions.tolist() == [-1, 5, 5, -1, 0]
+    assert sample.rows[1].logprobs[3] == 0
 
 
 def engine_context(nodes, source):

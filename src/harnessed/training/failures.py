@@ -15,3 +15,7 @@ class NothingMeasured(RunFailed):
 
 class WrongVersion(RunFailed):
     """The engine does not serve what the trainer writes."""
+
+
+class RowTooLong(RunFailed):
+    """A row is longer than `trainer.row_tokens`, and `trainer.overlong` is `fail`."""

@@ -6,16 +6,18 @@ every trained token has in front of it exactly the tokens that the engine was gi
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harnessed.records import TRAINED_OUTCOMES, Attempt, Fate, Node, Outcome, Purpose, Transcript
+from harnessed.records import TRAINED_OUTCOMES, Attempt, Fate, Node, Outcome, Overlong, Purpose, Transcript
+from harnessed.training.failures import RowTooLong
 
 Fates = Counter[Fate]
 """Sampled tokens by fate."""
+Ledger = dict[int, list[tuple[Fate, int]]]
+"""Node -> the fates of its answer's tokens, in their order: so many with this fate, so many with that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +57,39 @@ class Sample:
         self.rows = []
 
 
-def build(transcript: Transcript) -> Sample:
-    """Rows and fates of a finished rollout."""
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How long a row may be."""
+
+    tokens: int | None = None
+    """None: as long as the attempt made it."""
+    overlong: Overlong = Overlong.TRUNCATE
+
+
+UNBOUND = Bound()
+
+
+def build(transcript: Transcript, bound: Bound = UNBOUND) -> Sample:
+    """Rows and fates of a finished rollout. Raises RowTooLong where the bound says so."""
     rollout = transcript.rollout
     member = rollout.outcome in TRAINED_OUTCOMES and rollout.reward is not None
     sample = Sample(rollout.id, rollout.reward if member else None)
     for attempt in transcript.attempts:
-        excluded = _excluded(transcript, attempt)
-        if excluded is None:
-            sample.rows, fates = _rows(rollout.id, attempt.nodes)
-            sample.fates += fates
-        else:
-            sample.fates[excluded] += sum(node.sampled for node in attempt.nodes)
+        rows, ledger = account(transcript, attempt, bound)
+        sample.rows += rows
+        for portions in ledger.values():
+            for fate, tokens in portions:
+                sample.fates[fate] += tokens
     sample.fates += Counter()  # drops fates without tokens
     return sample
+
+
+def account(transcript: Transcript, attempt: Attempt, bound: Bound = UNBOUND) -> tuple[list[Row], Ledger]:
+    """The rows of one attempt, and what becomes of each of its tokens."""
+    excluded = _excluded(transcript, attempt)
+    if excluded is not None:
+        return [], {node.number: [(excluded, node.sampled)] for node in attempt.nodes}
+    return _rows(transcript.rollout.id, attempt.nodes, bound)
 
 
 def _excluded(transcript: Transcript, attempt: Attempt) -> Fate | None:
@@ -85,22 +106,46 @@ def _excluded(transcript: Transcript, attempt: Attempt) -> Fate | None:
     return None
 
 
-def _rows(rollout: str, nodes: list[Node]) -> tuple[list[Row], Fates]:
-    fates: Fates = Counter()
-    by_number = {node.number: node for node in nodes if node.delivered}
-    fates[Fate.UNDELIVERED] = sum(node.sampled for node in nodes if not node.delivered)
-    trainable = {number for number, node in by_number.items() if node.logprobs}
-    fates[Fate.NO_LOGPROB] = sum(node.sampled for number, node in by_number.items() if number not in trainable)
-    fates[Fate.TRAINED] = sum(by_number[number].sampled for number in trainable)
-    repeated = {node.parent for node in by_number.values() if not node.cut}
-    rows = []
-    for leaf in sorted(by_number.keys() - repeated):
-        path = path_to(by_number, leaf)
-        mine = {node.number for node in path} & trainable
+def _rows(rollout: str, nodes: list[Node], bound: Bound) -> tuple[list[Row], Ledger]:
+    delivered = {node.number: node for node in nodes if node.delivered}
+    ledger: Ledger = {node.number: [(Fate.UNDELIVERED, node.sampled)] for node in nodes if not node.delivered}
+    open_ = set()
+    """Answers that are to be trained and stand in no row yet."""
+    for number, node in delivered.items():
+        if node.logprobs:
+            open_.add(number)
+        else:
+            ledger[number] = [(Fate.NO_LOGPROB, node.sampled)]
+    starts, rows = _starts(delivered), []
+    for leaf in sorted(delivered.keys() - {node.parent for node in delivered.values() if not node.cut}):
+        length = starts[leaf] + delivered[leaf].sampled
+        limit = bound.tokens or length
+        if length > limit and bound.overlong == Overlong.FAIL:
+            raise RowTooLong(
+                f"rollout {rollout} gives a row of {length} tokens, and trainer.row_tokens is {limit}: raise it, or "
+                "set trainer.overlong to truncate or drop"
+            )
+        if length > limit and bound.overlong == Overlong.DROP:
+            continue
+        path = path_to(delivered, leaf)
+        mine = {node.number for node in path if node.number in open_ and starts[node.number] < limit}
         if mine:
-            rows.append(_row(rollout, path, mine))
-            trainable -= mine
-    return rows, fates
+            rows.append(_row(rollout, path, mine, min(length, limit)))
+            for number in mine:
+                sampled = delivered[number].sampled
+                kept = min(sampled, limit - starts[number])
+                ledger[number] = [(Fate.TRAINED, kept), (Fate.OVERLONG, sampled - kept)]
+            open_ -= mine
+    return rows, ledger | {number: [(Fate.OVERLONG, delivered[number].sampled)] for number in open_}
+
+
+def _starts(delivered: dict[int, Node]) -> dict[int, int]:
+    """Node -> the tokens in front of its answer."""
+    ends, starts = {0: 0}, {}
+    for number, node in sorted(delivered.items()):
+        starts[number] = ends[node.parent] - node.cut + len(node.segment) // 4
+        ends[number] = starts[number] + node.sampled
+    return starts
 
 
 def path_to(by_number: dict[int, Node], leaf: int) -> list[Node]:
@@ -112,29 +157,33 @@ def path_to(by_number: dict[int, Node], leaf: int) -> list[Node]:
     return path[::-1]
 
 
-def _row(rollout: str, path: list[Node], trained: set[int]) -> Row:
-    segments = [np.frombuffer(node.segment, np.int32) for node in path]
-    lengths = [node.sampled - following.cut for node, following in pairwise(path)] + [path[-1].sampled]
-
-    def lay(prompt: list[np.ndarray], sampled: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-        """Prompt values and answer values in turns."""
-        pieces = []
-        for values, answer, length in zip(prompt, sampled, lengths, strict=True):
-            pieces += [values.astype(dtype, copy=False), answer[:length].astype(dtype, copy=False)]
-        return np.concatenate(pieces)
-
-    def everywhere(value: float) -> list[np.ndarray]:
-        return [np.full(len(segment), value) for segment in segments]
-
-    return Row(
+def _row(rollout: str, path: list[Node], trained: set[int], length: int) -> Row:
+    """The first `length` tokens of a path."""
+    most = sum(len(node.segment) // 4 + node.sampled for node in path)
+    row = Row(
         rollout=rollout,
-        tokens=lay(segments, [np.frombuffer(n.answer, np.int32) for n in path], np.int32),
-        trained=lay(everywhere(0), [np.full(n.sampled, n.number in trained) for n in path], np.bool_),
-        logprobs=lay(everywhere(0), [_logprobs(n) for n in path], np.float32),
-        versions=lay(everywhere(-1), [np.frombuffer(n.versions, np.int32) for n in path], np.int32),
-        temperatures=lay(everywhere(1), [np.full(n.sampled, n.temperature or 1.0) for n in path], np.float32),
+        tokens=np.empty(most, np.int32),
+        trained=np.zeros(most, np.bool_),
+        logprobs=np.zeros(most, np.float32),
+        versions=np.full(most, -1, np.int32),
+        temperatures=np.ones(most, np.float32),
     )
-
-
-def _logprobs(node: Node) -> NDArray[np.float32]:
-    return np.frombuffer(node.logprobs, np.float32) if node.logprobs else np.zeros(node.sampled, np.float32)
+    end = 0
+    for node in path:
+        begin = end - node.cut
+        start, end = begin + len(node.segment) // 4, begin + len(node.segment) // 4 + node.sampled
+        row.tokens[begin:start] = np.frombuffer(node.segment, np.int32)
+        row.tokens[start:end] = np.frombuffer(node.answer, np.int32)
+        # From `begin`, because the segment may take the place of the parent's stop.
+        row.trained[begin:start], row.trained[start:end] = False, node.number in trained
+        row.logprobs[begin:start], row.logprobs[start:end] = 0, np.frombuffer(node.logprobs or b"\0" * 4, np.float32)
+        row.versions[begin:start], row.versions[start:end] = -1, np.frombuffer(node.versions, np.int32)
+        row.temperatures[begin:start], row.temperatures[start:end] = 1, node.temperature or 1
+    return replace(
+        row,
+        tokens=row.tokens[:length],
+        trained=row.trained[:length],
+        logprobs=row.logprobs[:length],
+        versions=row.versions[:length],
+        temperatures=row.temperatures[:length],
+    )

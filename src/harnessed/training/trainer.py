@@ -27,7 +27,7 @@ from harnessed.training.evaluation import evaluate
 from harnessed.training.failures import WrongVersion
 from harnessed.training.report import HeldOut, Report, Summary, complaint
 from harnessed.training.rollouts import Rollouts
-from harnessed.training.samples import Sample, build
+from harnessed.training.samples import Bound, Sample, build
 from harnessed.training.tasks import take
 
 DRAIN_LIMIT_S = 120
@@ -126,7 +126,8 @@ class Trainer:
         rolled_out = time.monotonic()
 
         self._display.phase("update")
-        samples = [[build(transcript) for transcript in group] for group in groups]
+        bound = Bound(settings.row_tokens, settings.overlong)
+        samples = [[build(transcript, bound) for transcript in group] for group in groups]
         taken = select(samples, normalise=settings.objective.normalise_deviation)
         rows = [row for sample in taken.samples for row in sample.rows]
         self._check_versions(taken)

@@ -76,11 +76,15 @@ class LocalBackend:
         started = time.monotonic()
         self._optimiser.zero_grad(set_to_none=True)
         sums: Counter[str] = Counter()
+        largest = 0.0
         for batch in batches:
-            loss, batch_sums = self._loss(batch, objective)
+            terms, entropy = self._terms(batch)
+            loss, batch_sums = clipped_policy_loss(terms, clip=objective.clip, importance_cap=objective.importance_cap)
             loss.backward()
-            sums["loss"] += loss.item()
-            sums.update({name: value.item() for name, value in batch_sums.items()})
+            sums.update(
+                {name: value.item() for name, value in (batch_sums | {"loss": loss, "entropy": entropy}).items()}
+            )
+            largest = max(largest, (terms.old_logprobs - terms.engine_logprobs).abs().max().item())
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm).item()
         applied = math.isfinite(norm) and math.isfinite(sums["loss"])
         if applied:
@@ -90,7 +94,12 @@ class LocalBackend:
             self.version = following
         tokens = max(sum(batch.trained_tokens for batch in batches), 1)
         metrics = {name: total / tokens for name, total in sums.items() if name != "loss"}
-        metrics |= {"loss": sums["loss"], "gradient_norm": norm, "update_seconds": time.monotonic() - started}
+        metrics |= {
+            "loss": sums["loss"],
+            "gradient_norm": norm,
+            "logprob_difference_max": largest,
+            "update_seconds": time.monotonic() - started,
+        }
         return Update(applied, metrics)
 
     @property
@@ -112,7 +121,8 @@ class LocalBackend:
             file.chmod(0o644)  # safetensors makes its file private
         unfinished.rename(folder)
 
-    def _loss(self, batch: MicroBatch, objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
+    def _terms(self, batch: MicroBatch) -> tuple[Terms, Tensor]:
+        """What the objective takes, and the sum of the entropies in nats."""
         tokens = torch.from_numpy(batch.tokens)  # [B, L]
         present = torch.from_numpy(batch.present)  # [B, L]
         trained = torch.from_numpy(batch.trained)[:, 1:]  # [B, L-1]: the logits at t are for the token at t+1
@@ -128,10 +138,9 @@ class LocalBackend:
             advantages=_of(batch.advantages, trained),
             weights=_of(batch.weights, trained),
         )
-        loss, sums = clipped_policy_loss(terms, clip=objective.clip, importance_cap=objective.importance_cap)
         with torch.no_grad():
-            sums["entropy"] = -(distribution.exp() * distribution).sum()
-        return loss, sums
+            entropy = -(distribution.exp() * distribution).sum()
+        return terms, entropy
 
     def _copied_state(self) -> dict[str, Tensor]:
         """The weights outside of the mapped file, where all share one storage; tied ones stay one tensor."""

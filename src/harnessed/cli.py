@@ -16,9 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from harnessed import browse, services
+from harnessed import services
+from harnessed.browse.commands import add_commands
 from harnessed.client import ApiError, AsyncClient, Client, Unreachable
 from harnessed.config import Config, ConfigError, load
+from harnessed.records import TRAINED_OUTCOMES, Purpose, Task
 from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key
 from harnessed.training.failures import RunFailed
 
@@ -60,8 +62,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--run-id", help=argparse.SUPPRESS)
         command.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
         command.set_defaults(run=_with_config(run))
+        if name == "train":
+            description = "run one rollout of the first task, and print the rows that it would give"
+            command.add_argument("--dry-run", action="store_true", help=description)
     description = "look into what a run recorded"
-    browse.add_commands(commands.add_parser("rollouts", help=description, description=description))
+    add_commands(commands.add_parser("rollouts", help=description, description=description))
     return parser
 
 
@@ -85,6 +90,8 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
     first = take(train_tasks, config.trainer.groups_per_step, "tasks.train")
     held_out = take(stream(config.tasks.held_out, base, seed, shuffle=False), config.evaluation.tasks, "tasks.held_out")
     check_hidden(config.tasks.hidden, [*first, *held_out])
+    if arguments.dry_run:
+        return dry_run(config, arguments, first[0])
     with Run(config, arguments.config, arguments.overrides) as run:
         weights = config.engine.weights or run.folder / "policy"
         print("starting gateway, engine and controller ...", flush=True)
@@ -112,6 +119,27 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
             summary = trainer.run()
     display.summary(summary, str(run.folder))
     return 130 if summary.interrupted else 0
+
+
+def dry_run(config: Config, arguments: argparse.Namespace, task: Task) -> int:
+    """One rollout, and what training would make of it; the weights stay as they are."""
+    from rich.console import Console
+
+    from harnessed.browse.rows import print_rows
+    from harnessed.gateway.template import ChatTemplate
+    from harnessed.training.samples import Bound
+
+    with Run(config, arguments.config, arguments.overrides) as run:
+        run.start(weights=None)
+        run.wait_for_engine()
+        rollouts = run.rollouts(run.watch(), tick=lambda: None)
+        ((transcript,),) = rollouts.collect(
+            rollouts.specs("dry-run", [task], 1, Purpose.TRAIN, config.sampling, draws="dry-run")
+        )
+    bound = Bound(config.trainer.row_tokens, config.trainer.overlong)
+    print_rows(Console(highlight=False, soft_wrap=True), transcript, ChatTemplate(config.policy.model), bound)
+    print(f"run folder: {run.folder}")
+    return 0 if transcript.rollout.outcome in TRAINED_OUTCOMES else 1
 
 
 def evaluate(config: Config, arguments: argparse.Namespace) -> int:

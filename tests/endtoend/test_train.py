@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import time
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 import yaml
 from command import harnessed, make_config, processes_of, start, wait_for
@@ -225,4 +227,33 @@ def test_people_can_look_into_the_records(finished_run, tmp_path):
     rows = lines(out)
     assert len({row["rollout"] for row in rows}) == len(rows) > 0
     assert all(len(row["tokens"]) == len(row["trained"]) == len(row["logprobs"]) for row in rows)
+    table = tmp_path / "rows.parquet"
+    assert harnessed("rollouts", "export", run, table).returncode == 0
+    columns = parquet.read_table(table).to_pydict()
+    assert columns["tokens"] == [row["tokens"] for row in rows]
+    assert columns["trained"] == [[bool(value) for value in row["trained"]] for row in rows]
+    assert "must end in .jsonl or .parquet" in harnessed("rollouts", "export", run, tmp_path / "rows.csv").stderr
     assert harnessed("rollouts", "list", run.parent).returncode == 2
+
+
+def test_an_ended_run_is_pruned_and_its_endings_stay(finished_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished_run[0], run)
+    assert "pruned 0 rollouts" in harnessed("rollouts", "prune", run).stdout
+    listed = harnessed("rollouts", "list", run).stdout
+    assert "pruned 42 rollouts" in harnessed("rollouts", "prune", run, "--older-than", "0").stdout
+    assert harnessed("rollouts", "list", run).stdout == listed
+    assert "or pruned" in harnessed("rollouts", "show", run, "step-00001.0000.0").stdout
+    assert "pruned 0 rollouts" in harnessed("rollouts", "prune", run, "--older-than", "0").stdout
+    (run / "summary.json").unlink()
+    assert "has not ended" in harnessed("rollouts", "prune", run).stderr
+
+
+def test_a_dry_run_shows_the_rows_of_one_rollout(tmp_path):
+    run = tmp_path / "dry"
+    done = harnessed("train", "--dry-run", make_config(tmp_path), f"run.folder={run}", "trainer.row_tokens=30")
+    assert done.returncode == 0, done.stderr
+    assert "fates: trained" in done.stdout and "overlong" in done.stdout
+    assert "row 1 of 1: 30 tokens" in done.stdout
+    assert "assistant\n[[" in done.stdout
+    assert not (run / "checkpoints").exists() and not (run / "policy").exists()

@@ -8,24 +8,28 @@ import argparse
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from sqlalchemy import Connection, create_engine
 
+from harnessed.browse.export import export
+from harnessed.browse.prune import prune
 from harnessed.config import ConfigError
 from harnessed.gateway.app import DATABASE
 from harnessed.gateway.lifecycle import list_rollouts, list_runs
 from harnessed.gateway.recording import load_transcript
 from harnessed.gateway.template import ChatTemplate
-from harnessed.records import Attempt, Fate, Node, Rollout, RunSpec, Transcript
-from harnessed.training.samples import Row, build
+from harnessed.records import Attempt, Fate, Node, Overlong, Rollout, RunSpec
+from harnessed.training.samples import Bound, account, build
 
 COLOURS = {Fate.TRAINED: "green", Fate.EVALUATION: "cyan", Fate.GROUP_SKIPPED: "yellow"}
 """Of tokens by fate; other fates are red, prompt tokens are dim."""
@@ -33,16 +37,13 @@ COLOURS = {Fate.TRAINED: "green", Fate.EVALUATION: "cyan", Fate.GROUP_SKIPPED: "
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Arguments of `harnessed rollouts`."""
-    commands = parser.add_subparsers(required=True, metavar="list|show|logs|export")
+    commands = parser.add_subparsers(required=True, metavar="list|show|logs|export|prune")
     for name, run, description in (
         ("list", _list, "one line for each rollout"),
         ("show", _show, "the transcript of one rollout as a tree"),
         ("logs", _logs, "what the agent's processes printed, if the attempt's folder was kept"),
-        (
-            "export",
-            _export,
-            "rows as training sees them, as JSON lines: token ids, loss mask, log-probabilities, versions",
-        ),
+        ("export", _export, "rows as training sees them: token ids, loss mask, log-probabilities, versions"),
+        ("prune", _prune, "delete what an ended run said, and keep how it ended"),
     ):
         command = commands.add_parser(name, help=description, description=description)
         command.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
@@ -52,7 +53,9 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         if name == "show":
             command.add_argument("--tokens", action="store_true", help="every token, coloured by its fate")
         if name == "export":
-            command.add_argument("out", type=Path, metavar="OUT.jsonl")
+            command.add_argument("out", type=Path, metavar="OUT.jsonl|OUT.parquet")
+        if name == "prune":
+            command.add_argument("--older-than", type=float, default=7, metavar="DAYS", help="days since it ended; 7")
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -76,13 +79,16 @@ def _show(arguments: argparse.Namespace) -> int:
     console.print(f"{rollout.id}: {rollout.outcome or rollout.state}, reward {rollout.reward}", markup=False)
     console.print(f"fates: {', '.join(f'{fate} {n}' for fate, n in fates.items()) or 'not decided'}", markup=False)
     for attempt in transcript.attempts:
-        console.print(f"\nattempt {attempt.number}", markup=False)
+        console.print(
+            f"\nattempt {attempt.number}{'' if attempt.nodes else ': nothing recorded, or pruned'}", markup=False
+        )
+        _, ledger = account(transcript, attempt, _bound(arguments.folder))
+        indents = _indents(attempt)
         for node in attempt.nodes:
-            indent = "  " * _depth(attempt, node)
-            mark = "" if node.delivered else ", not delivered"
-            console.print(f"{indent}#{node.number} (after #{node.parent}, {node.finish}{mark})", markup=False)
+            indent = "  " * indents[node.number]
+            console.print(indent + _title(node), markup=False)
             if template:
-                console.print(indent + _coloured(template, node, _fate_of(transcript, attempt, node, fates)))
+                console.print(indent + _coloured(template, node, _decided(ledger[node.number], fates)))
             else:
                 for message in (*node.messages, node.message):
                     console.print(f"{indent}  {message['role']}: {_text(message)}", markup=False)
@@ -103,13 +109,19 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    count = 0
-    with _opened(arguments.folder) as (connection, run), arguments.out.open("w", encoding="utf-8") as file:
-        for rollout in list_rollouts(connection, run.id):
-            for row in build(load_transcript(connection, rollout.id)).rows:
-                file.write(json.dumps(_row(rollout, row)) + "\n")
-                count += 1
+    bound = _bound(arguments.folder)
+    with _opened(arguments.folder) as (connection, run):
+        rollouts = list_rollouts(connection, run.id)
+        rows = ((each, row) for each in rollouts for row in build(load_transcript(connection, each.id), bound).rows)
+        count = export(arguments.out, rows)
     print(f"{count} rows in {arguments.out}")
+    return 0
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    with _opened(arguments.folder) as (_, run):
+        pruned = prune(arguments.folder, run.id, days=arguments.older_than)
+    print(f"pruned {pruned.rollouts} rollouts with {pruned.answers} answers; {pruned.megabytes:.1f} MB are free again")
     return 0
 
 
@@ -142,51 +154,51 @@ def _final_fates(folder: Path, rollout: str) -> dict[str, int]:
     return {}
 
 
-def _fate_of(transcript: Transcript, attempt: Attempt, node: Node, final: dict[str, int]) -> Fate:
-    """An answer's fate: what its transcript says, then what became of the group."""
-    alone = Transcript(transcript.rollout, [Attempt(attempt.number, [_as_root(node)])])
-    (fate,) = build(alone).fates
-    if fate == Fate.TRAINED and Fate.TRAINED not in final:
-        decided = [
-            Fate(name) for name in final if name in (Fate.GROUP_SKIPPED, Fate.GROUP_INCOMPLETE, Fate.UPDATE_SKIPPED)
-        ]
-        return decided[0] if decided else fate
-    return fate
+def _bound(folder: Path) -> Bound:
+    """The longest row, as the run's configuration had it."""
+    path = folder / "config.yaml"
+    settings = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}).get("trainer", {})
+    overlong = Overlong(settings.get("overlong", Overlong.TRUNCATE))
+    return Bound(settings.get("row_tokens"), Overlong.TRUNCATE if overlong == Overlong.FAIL else overlong)
 
 
-def _as_root(node: Node) -> Node:
-    return Node(**{name: getattr(node, name) for name in node.__dataclass_fields__} | {"parent": 0, "cut": 0})
+def _decided(portions: list[tuple[Fate, int]], final: dict[str, int]) -> list[tuple[Fate, int]]:
+    """The fates of an answer's tokens: what its transcript says, then what became of the group."""
+    instead = (Fate.GROUP_SKIPPED, Fate.GROUP_INCOMPLETE, Fate.UPDATE_SKIPPED)
+    decided = next((fate for fate in instead if fate in final), Fate.TRAINED)
+    return [(decided if fate == Fate.TRAINED else fate, tokens) for fate, tokens in portions if tokens]
 
 
-def _coloured(template: ChatTemplate, node: Node, fate: Fate) -> str:
+def _title(node: Node) -> str:
+    mark = "" if node.delivered else ", not delivered"
+    if node.split:
+        mark += f", split off #{node.follows}: {node.split}"
+    return f"#{node.number} (after #{node.parent}, {node.finish}{mark})"
+
+
+def _coloured(template: ChatTemplate, node: Node, fates: list[tuple[Fate, int]]) -> str:
     prompt = escape("".join(template.token(id) for id in np.frombuffer(node.segment, np.int32).tolist()))
-    colour = COLOURS.get(fate, "red")
-    sampled = "|".join(template.token(id) for id in np.frombuffer(node.answer, np.int32).tolist())
-    return f"[dim]{prompt}[/dim][{colour}]{escape(sampled)}[/{colour}] ({fate})"
+    ids, pieces = np.frombuffer(node.answer, np.int32).tolist(), [f"[dim]{prompt}[/dim]"]
+    for fate, tokens in fates:
+        colour = COLOURS.get(fate, "red")
+        sampled = "|".join(template.token(id) for id in ids[:tokens])
+        pieces.append(f"[{colour}]{escape(sampled)}[/{colour}] ({fate})")
+        ids = ids[tokens:]
+    return "".join(pieces)
 
 
-def _depth(attempt: Attempt, node: Node) -> int:
-    """Branches above it: a conversation that goes on stays in its column."""
-    children = [other.number for other in attempt.nodes if other.parent == node.parent]
-    above = _depth(attempt, attempt.nodes[node.parent - 1]) if node.parent else 0
-    return above + (len(children) > 1)
+def _indents(attempt: Attempt) -> dict[int, int]:
+    """Node -> the branches above it: a conversation that goes on stays in its column."""
+    children = Counter(node.parent for node in attempt.nodes)
+    indents = {0: 0}
+    for node in attempt.nodes:
+        indents[node.number] = indents[node.parent] + (children[node.parent] > 1)
+    return indents
 
 
 def _text(message: dict[str, Any]) -> str:
     content = message.get("content")
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-
-
-def _row(rollout: Rollout, row: Row) -> dict[str, Any]:
-    return {
-        "rollout": rollout.id,
-        "reward": rollout.reward,
-        "tokens": row.tokens.tolist(),
-        "trained": row.trained.astype(int).tolist(),
-        "logprobs": [round(float(value), 6) for value in row.logprobs],
-        "versions": row.versions.tolist(),
-        "temperatures": row.temperatures.tolist(),
-    }
 
 
 def _console() -> Console:

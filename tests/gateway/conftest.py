@@ -25,6 +25,10 @@ class House:
         self.folder = folder
         self.policy = policy
         self.engine = engine
+        self.http = openai.DefaultAsyncHttpxClient()
+        """For tests that make many clients: a client of its own costs each some time."""
+        self.world = ""
+        """What a test has made of it, for all of its examples."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.keys = Keyring.from_file(folder / "gateway.secret")
@@ -83,4 +87,5 @@ async def house(tmp_path) -> AsyncIterator[House]:
         try:
             yield house
         finally:
+            await house.http.aclose()
             await house.stop()

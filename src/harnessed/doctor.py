@@ -1,4 +1,4 @@
-"""`harnessed doctor --model PATH`: what a policy's tokenizer and chat template do, without a gateway. Used by cli.py."""
+"""`harnessed doctor --model PATH`: what a policy's tokenizer and chat template do. Used by cli.py."""
 
 from pathlib import Path
 

@@ -6,6 +6,8 @@ was; here both are tried on small conversations. A pure function of the policy's
 run is created, and `harnessed doctor` prints it.
 """
 
+from typing import Any
+
 from harnessed.gateway.template import ChatTemplate, Messages, TemplateError
 from harnessed.records import Examination, Finding, Verdict
 
@@ -49,7 +51,7 @@ def examine(template: ChatTemplate) -> Examination:
 _THOUGHT = f"<think>\n{_MARK}\n</think>\n\nso"
 
 
-def _calling(n: int) -> dict[str, object]:
+def _calling(n: int) -> dict[str, Any]:
     calls = [
         {
             "id": f"call0000{i}",
@@ -67,7 +69,7 @@ def _results(n: int) -> Messages:
     ]
 
 
-def _going_on(template: ChatTemplate, case: str, answer: dict[str, object], new: Messages, tools: Messages) -> Finding:
+def _going_on(template: ChatTemplate, case: str, answer: dict[str, Any], new: Messages, tools: Messages) -> Finding:
     """Does every conversation that the template renders go on with the text that `template.added` gives?"""
     pairs = []
     for earlier in _EARLIER:
@@ -92,9 +94,9 @@ def _going_on(template: ChatTemplate, case: str, answer: dict[str, object], new:
     return Finding(case=case, verdict=Verdict.EXACT, detail="")
 
 
-def _kept(template: ChatTemplate, case: str, said: dict[str, str], new: Messages) -> Finding:
+def _kept(template: ChatTemplate, case: str, said: dict[str, Any], new: Messages) -> Finding:
     """Is the reasoning of an earlier answer still there when messages follow?"""
-    answer = (_calling(1) if new[0]["role"] == "tool" else {"role": "assistant"}) | said
+    answer: dict[str, Any] = {"role": "assistant", "content": ""} | said
     if new[0]["role"] == "tool":
         answer = answer | {"tool_calls": [_PLAIN_CALL]}
     return _shows(template, case, [*_EARLIER[0], answer, *new], _MARK, "The template strips or ignores it.")

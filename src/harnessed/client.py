@@ -26,6 +26,7 @@ from harnessed.records import (
     Engine,
     EngineSpec,
     Event,
+    Examination,
     Group,
     GroupSpec,
     Reward,
@@ -150,6 +151,11 @@ def _dump(record: BaseModel) -> dict[str, Any]:
 def create_run(run: RunSpec) -> Call[RunSpec]:
     """Make a run known; again with the same id, its limits and policy are replaced."""
     return Call("POST", "/api/runs", _json(RunSpec), _dump(run))
+
+
+def examine_template(run: str) -> Call[Examination]:
+    """What the chat template of a run's policy does when a conversation goes on."""
+    return Call("GET", f"/api/runs/{run}/template", _json(Examination))
 
 
 def register_engine(engine: EngineSpec) -> Call[Engine]:

@@ -178,6 +178,35 @@ class RunSpec(Record):
     history: History = History.EXACT
 
 
+class Verdict(StrEnum):
+    """What a policy's chat template does in one case of its examination."""
+
+    EXACT = "exact"
+    """The context of `history: exact` is what the deployed template writes."""
+    DIFFERS = "differs"
+    """Training stays exact, but the deployed template shows the model another context."""
+    UNSUPPORTED = "unsupported"
+    """The template refuses such a conversation."""
+    BROKEN = "broken"
+    """What the template adds after an answer is not well defined: the model would get a context that nobody meant."""
+
+
+class Finding(Record):
+    case: str
+    verdict: Verdict
+    detail: str
+    """One sentence; empty if there is nothing to say."""
+
+
+class Examination(Record):
+    """What a policy's chat template does when a conversation goes on (`gateway/examine.py`)."""
+
+    findings: list[Finding]
+
+    def cases(self, *verdicts: Verdict) -> list[str]:
+        return [finding.case for finding in self.findings if finding.verdict in verdicts]
+
+
 class GroupSpec(Record):
     """The request for `n` rollouts of one task. Creating the same id again gives the group that exists."""
 

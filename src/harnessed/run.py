@@ -16,13 +16,13 @@ from typing import Self
 
 import yaml
 
-from harnessed.client import Client, create_run, register_engine
+from harnessed.client import Client, create_run, examine_template, register_engine
 from harnessed.config import Config, ConfigError
 from harnessed.controller.check import check as check_controller
 from harnessed.gateway.app import SECRET
 from harnessed.gateway.keys import ADMIN, Keyring
 from harnessed.gateway.template import ChatTemplate
-from harnessed.records import EngineSpec, RunSpec
+from harnessed.records import EngineSpec, History, RunSpec, Verdict
 from harnessed.services import Services, bind, url_of
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.watch import Watch
@@ -87,6 +87,9 @@ class Run:
         self.gateway(
             create_run(RunSpec(id=self.id, policy=str(policy.model), limits=config.limits, history=policy.history))
         )
+        inexact = self.gateway(examine_template(self.id)).cases(Verdict.DIFFERS, Verdict.BROKEN)
+        if inexact and policy.history == History.EXACT:
+            print(f"warning: contexts differ from the chat template's for: {'; '.join(inexact)} (docs/templates.md)")
 
     def wait_for_engine(self) -> None:
         """Register the engine as soon as it answers. Raises services.ServiceDied."""

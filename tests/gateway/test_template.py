@@ -125,3 +125,24 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
     (folder / name).write_bytes(content)
     with pytest.raises(ConfigError):
         ChatTemplate(folder)
+
+
+def test_the_date_is_the_day_on_which_the_run_was_created(tmp_path):
+    template = ChatTemplate(make_policy(tmp_path, "{{ strftime_now('%Y') }}" + TEMPLATE))
+    old, new = template.at(1_000_000_000), template.at(1_500_000_000)
+    assert text(old.first_segment([USER], [])).startswith("2001")
+    assert text(new.first_segment([USER], [])).startswith("2017")
+
+
+def test_the_generation_tag_of_transformers_is_transparent(tmp_path):
+    tagged = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert ChatTemplate(make_policy(tmp_path, tagged)).render([USER], []) == "hi"
+
+
+def test_the_template_named_tool_use_serves_requests_with_tools(tmp_path):
+    folder = make_policy(tmp_path)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    (folder / "chat_template.jinja").write_text("without")
+    template = ChatTemplate(folder)
+    assert (template.render([USER], []), template.render([USER], [{"type": "function"}])) == ("without", "with tools")

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from harnessed.config import ConfigError
 from harnessed.gateway import lifecycle, recording
 from harnessed.gateway.engines import Engines
+from harnessed.gateway.examine import examine
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
 from harnessed.gateway.lifecycle import Refused
@@ -79,6 +80,7 @@ class Api:
     def routes(self) -> list[Route]:
         return [
             Route("/api/runs", self._admin(self.create_run), methods=["POST"]),
+            Route("/api/runs/{run}/template", self._admin(self.template)),
             Route("/api/runs/{run}/totals", self._admin(self.totals)),
             Route("/api/runs/{run}/cancel", self._admin(self.cancel_run), methods=["POST"]),
             Route("/api/engines", self._admin(self.register_engine), methods=["POST"]),
@@ -103,7 +105,16 @@ class Api:
     async def create_run(self, request: Request) -> Response:
         run = await _body(request, RunSpec)
         await asyncio.to_thread(self._exchange.policy, run.policy)
-        return _answer(await self._store.write(lambda connection: lifecycle.create_run(connection, run)))
+        now = time.time()
+        return _answer(await self._store.write(lambda connection: lifecycle.create_run(connection, run, now)))
+
+    async def template(self, request: Request) -> Response:
+        known = {run.id: run for run in await self._store.read(lifecycle.list_runs)}
+        run = known.get(request.path_params["run"])
+        if run is None:
+            raise Refused(404, f"no run {request.path_params['run']}")
+        template = await asyncio.to_thread(self._exchange.policy, run.policy)
+        return _answer(await asyncio.to_thread(examine, template))
 
     async def totals(self, request: Request) -> Response:
         run = request.path_params["run"]

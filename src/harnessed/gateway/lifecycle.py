@@ -39,15 +39,19 @@ class Refused(Exception):
         self.status = status
 
 
-def create_run(connection: Connection, run: RunSpec) -> RunSpec:
+def create_run(connection: Connection, run: RunSpec, now: float) -> RunSpec:
+    """Again with the same id, all is replaced but the time: the dates in its prompts stay."""
     values = run.model_dump(mode="json", exclude={"id"})
     if connection.execute(update(runs).where(runs.c.id == run.id).values(values)).rowcount == 0:
-        connection.execute(insert(runs).values(id=run.id, **values))
+        connection.execute(insert(runs).values(id=run.id, created=now, **values))
     return run
 
 
+_RUN = [runs.c[name] for name in RunSpec.model_fields]
+
+
 def list_runs(connection: Connection) -> list[RunSpec]:
-    return [RunSpec.model_validate(dict(row)) for row in connection.execute(select(runs)).mappings()]
+    return [RunSpec.model_validate(dict(row)) for row in connection.execute(select(*_RUN)).mappings()]
 
 
 def register_engine(connection: Connection, engine: EngineSpec) -> None:

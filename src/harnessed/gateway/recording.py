@@ -35,6 +35,7 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
             runs.c.limits,
             runs.c.policy,
             runs.c.history,
+            runs.c.created,
         )
         .join(rollouts, rollouts.c.id == attempts.c.rollout)
         .join(groups, groups.c.id == rollouts.c.group)

@@ -131,7 +131,7 @@ async def load(store: Store, attempt: AttemptId, policy: Callable[[str], ChatTem
         sampling=known["sampling"],
         limits=known["limits"],
         history=known["history"],
-        template=policy(known["policy"]),
+        template=policy(known["policy"]).at(known["created"]),
         tree=await asyncio.to_thread(Tree.of, nodes),
         calls=await store.read(lambda connection: count_calls(connection, attempt)),
         next_number=known["nodes"] + 1,

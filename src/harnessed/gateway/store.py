@@ -49,6 +49,7 @@ runs = Table(
     Column("policy", String, nullable=False),
     Column("limits", JSON, nullable=False),
     Column("history", String, nullable=False),
+    Column("created", Float, nullable=False),
 )
 
 engines = Table(

@@ -7,6 +7,7 @@ conversation that ends in an assistant turn. So a later segment never depends on
 sampled is ever encoded again.
 """
 
+import copy
 import datetime
 import json
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 import orjson
 from tokenizers import Tokenizer
@@ -40,9 +43,15 @@ class ChatTemplate:
         self._tokenizer = _read_tokenizer(folder)
         settings = _read_json(folder / "tokenizer_config.json")
         self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
-        self._template = _compile(_template_source(folder, settings))
+        self._templates = {name: _compile(source) for name, source in _template_sources(folder, settings).items()}
         self._now = datetime.datetime.now()
         self.stop_ids = self._stop_ids(folder)
+
+    def at(self, created: float) -> "ChatTemplate":
+        """The same template for a run: what it writes as today's date is the day on which the run was created."""
+        view = copy.copy(self)
+        view._now = datetime.datetime.fromtimestamp(created)
+        return view
 
     def first_segment(self, messages: Messages, tools: Messages) -> list[int]:
         """Tokens of a conversation from its beginning to the generation prompt."""
@@ -55,16 +64,21 @@ class ChatTemplate:
         it is another stop (gpt-oss samples `<|return|>` and writes `<|end|>`), the second value is 1: the context goes
         on before it. If it is no stop (length, a stop string), the template's stop comes first in the segment.
         """
-        stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
-        _, found, text = self.render(stub + messages, tools).partition(_ANSWER)  # later ones are somebody's text
-        if not found:
-            raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
+        text = self.added(messages, tools)
         if last not in self.stop_ids:
             return self.encode(text), 0
         stop = self._tokenizer.id_to_token(last)
         if text.startswith(stop):
             return self.encode(text.removeprefix(stop)), 0
         return self.encode(text), 1
+
+    def added(self, messages: Messages, tools: Messages) -> str:
+        """What the template writes after an answer for `messages`, its own stop token first. Raises TemplateError."""
+        stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
+        _, found, text = self.render(stub + messages, tools).partition(_ANSWER)  # later ones are somebody's text
+        if not found:
+            raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
+        return text
 
     def text(self, answer: list[int], *, stopped: bool) -> str:
         """The text of sampled tokens, without the stop token; a character cut in two by the end is left out."""
@@ -87,9 +101,10 @@ class ChatTemplate:
 
     def render(self, messages: Messages, tools: Messages) -> str:
         """What the template writes for a conversation, up to the generation prompt. Raises TemplateError."""
+        template = self._templates.get("tool_use") if tools else None
         try:
-            return self._template.render(
-                messages=[message | {"content": _text(message.get("content"))} for message in messages],
+            return (template or self._templates["default"]).render(
+                messages=[_message(message) for message in messages],
                 tools=tools or None,
                 add_generation_prompt=True,
                 strftime_now=self._now.strftime,
@@ -109,6 +124,19 @@ class ChatTemplate:
 
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Where harnesses and servers put it; templates read one of the first two, so both are filled."""
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """As transformers and servers hand it to templates."""
+    shown = message | {"content": _text(message.get("content"))}
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is not None:
+        shown = {"thinking": reasoning} | shown | {"reasoning_content": reasoning}
+    return shown
 
 
 def _text(content: Any) -> Any:
@@ -146,24 +174,37 @@ def _token_text(token: str | dict[str, str]) -> str:
     return token if isinstance(token, str) else token["content"]
 
 
-def _template_source(folder: Path, settings: dict[str, Any]) -> str:
-    """The template as transformers finds it: a file of its own, or a field (named ones: `default`)."""
-    if (folder / "chat_template.jinja").is_file():
-        try:
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the chat template in {folder} cannot be read: {error}") from None
-    source = settings.get("chat_template")
-    if isinstance(source, list):
-        source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
-    if not isinstance(source, str):
+def _template_sources(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Templates by name as transformers finds them: files, which go first, or a field of tokenizer_config.json."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    try:
+        sources = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template in {folder} cannot be read: {error}") from None
+    field = settings.get("chat_template")
+    if not sources and isinstance(field, list):
+        sources = {entry["name"]: entry["template"] for entry in field}
+    elif not sources and isinstance(field, str):
+        sources = {"default": field}
+    if "default" not in sources:
         raise ConfigError(f"{folder} has no chat template: add chat_template.jinja")
-    return source
+    return sources
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for transformers' masks; what stands in it is written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
 def _compile(source: str) -> jinja2.Template:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     try:
@@ -172,9 +213,16 @@ def _compile(source: str) -> jinja2.Template:
         raise ConfigError(f"the chat template does not compile: {error}") from error
 
 
-def _tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-    """Unlike jinja's own filter: raw Unicode and no HTML escapes, as models were trained on."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike jinja's own filter: raw Unicode and no HTML escapes, as models were trained on. Same arguments, in the
+    same order, as transformers' filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:

@@ -9,7 +9,6 @@ Completions too, as vLLM does with `return_token_ids`: it applies the policy's t
 """
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import uvicorn
+from listening import listen
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -92,10 +92,11 @@ class ScriptedEngine:
         self.paused = False
         self.url = ""
         self._policy = policy
+        self._read: tuple[int, ChatTemplate] | None = None
         self._server: uvicorn.Server | None = None
 
     def __enter__(self) -> Self:
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = listen()
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         routes = [
             Route("/generate", self._generate, methods=["POST"]),
@@ -176,9 +177,12 @@ class ScriptedEngine:
         return JSONResponse(answer_to(call, answer, number) | {"versions": [version.pack()] * len(call.answer)})
 
     def _template(self) -> ChatTemplate:
-        """Read again for each call, since tests change it."""
+        """Read again where a test has changed it."""
         assert self._policy is not None
-        return ChatTemplate(self._policy)
+        changed = max(file.stat().st_mtime_ns for file in self._policy.iterdir())
+        if self._read is None or self._read[0] != changed:
+            self._read = (changed, ChatTemplate(self._policy))
+        return self._read[1]
 
     def _tokens_answer(self, call: Logged, _: Scripted, number: int) -> dict[str, Any]:
         return {"tokens": call.answer, "logprobs": self.logprobs(number, len(call.answer)), "finish": call.finish}

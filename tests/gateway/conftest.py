@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 
 import openai
 import pytest
+from listening import listen
 from policies import make_policy
 from scripted_engine import ScriptedEngine
 from texts import answer
@@ -29,7 +29,7 @@ class House:
         """For tests that make many clients: a client of its own costs each some time."""
         self.world = ""
         """What a test has made of it, for all of its examples."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = listen()
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.keys = Keyring.from_file(folder / "gateway.secret")
         self.admin = AsyncClient(self.url, self.keys.sign(ADMIN))

@@ -262,7 +262,7 @@ def check_received(harness, nodes):
         assert all(node.delivered for node in answers)
 
 
-EXAMPLES = int(os.environ.get("RANDOM_HARNESS_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("RANDOM_HARNESS_EXAMPLES", "30"))
 WORLDS = {
     "exact": (History.EXACT, Dialect.TOKENS, TEMPLATE),
     "template": (History.TEMPLATE, Dialect.TOKENS, STRIPPING),

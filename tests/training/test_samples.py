@@ -85,12 +85,13 @@ def trees(draw):
         nodes.append(
             node(
                 number,
-                draw(st.sampled_from(parents)),
+                parent := draw(st.sampled_from(parents)),
                 draw(st.lists(st.integers(0, 99), max_size=3)),
                 # Each sampled token is a number of its own, so that it can be found in the rows.
                 [1000 * number + i for i in range(draw(st.integers(1, 4)))],
                 delivered=draw(st.integers(0, 5)) > 0,
                 logprobs=None if draw(st.integers(0, 5)) else [],
+                cut=draw(st.integers(0, 3)) // 3 if parent else 0,
             )
         )
     return nodes
@@ -161,4 +162,5 @@ def engine_context(nodes, source):
     if not source.parent:
         return segment
     parent = nodes[source.parent - 1]
-    return engine_context(nodes, parent) + np.frombuffer(parent.answer, np.int32).tolist() + segment
+    answer = np.frombuffer(parent.answer, np.int32).tolist()
+    return engine_context(nodes, parent) + answer[: len(answer) - source.cut] + segment

@@ -7,6 +7,7 @@ every trained token has in front of it exactly the tokens that the engine was gi
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +129,9 @@ def _rows(rollout: str, nodes: list[Node], bound: Bound) -> tuple[list[Row], Led
         if length > limit and bound.overlong == Overlong.DROP:
             continue
         path = path_to(delivered, leaf)
-        mine = {node.number for node in path if node.number in open_ and starts[node.number] < limit}
+        # An answer whose stop is cut out of this row is trained where it stands whole.
+        whole = [node.number for node, after in zip_longest(path, path[1:]) if after is None or not after.cut]
+        mine = {number for number in whole if number in open_ and starts[number] < limit}
         if mine:
             rows.append(_row(rollout, path, mine, min(length, limit)))
             for number in mine:

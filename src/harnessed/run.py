@@ -87,9 +87,13 @@ class Run:
         self.gateway(
             create_run(RunSpec(id=self.id, policy=str(policy.model), limits=config.limits, history=policy.history))
         )
-        inexact = self.gateway(examine_template(self.id)).cases(Verdict.DIFFERS, Verdict.BROKEN)
-        if inexact and policy.history == History.EXACT:
-            print(f"warning: contexts differ from the chat template's for: {'; '.join(inexact)} (docs/templates.md)")
+        broken = self.gateway(examine_template(self.id)).cases(Verdict.BROKEN)
+        if broken and policy.history == History.EXACT:
+            cases = "; ".join(broken)
+            print(
+                f"warning: the chat template does not say how a conversation goes on after: {cases} "
+                "(`harnessed doctor` and docs/templates.md)"
+            )
 
     def wait_for_engine(self) -> None:
         """Register the engine as soon as it answers. Raises services.ServiceDied."""

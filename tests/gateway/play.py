@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from policies import make_policy
 from texts import STOP, ids
 
+from harnessed.gateway.splits import by_text
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Tree
 from harnessed.records import Attempt, Node, Outcome, Purpose, Rollout, State, Transcript
@@ -36,6 +37,8 @@ class Play:
     tree: Tree = field(default_factory=Tree)
     prompts: dict[int, list[int]] = field(default_factory=dict)
     """Node -> the tokens that the engine was given for it."""
+    by_template: bool = False
+    """As with `history: template`."""
 
     @classmethod
     def on(cls, folder, stops=(STOP,)) -> "Play":
@@ -43,13 +46,19 @@ class Play:
         (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stops)}))
         return cls(ChatTemplate(policy))
 
-    def ask(self, messages, text="ok", *, tools=(), stop=STOP, delivered=True, calls=()) -> Node:
-        """The node of a request whose sampled answer has this text; `stop=None`: it was cut."""
+    def ask(self, messages, text="ok", *, tools=(), stop=STOP, delivered=True, calls=(), sampled=None) -> Node:
+        """The node of a request whose sampled answer has this text, or these tokens; `stop=None`: it was cut."""
         place = self.tree.place(list(messages), list(tools))
         self.tree.prove_delivered(place)
-        segment = self.tree.segment(place, list(tools), self.template)
+        if self.by_template:
+            segment = by_text(self.tree, place, list(messages), list(tools), self.template)
+        else:
+            segment = self.tree.segment(place, list(tools), self.template)
         prompt = array("i", self.tree.context(segment.parent, segment.cut)).tolist() + segment.ids
-        sampled = ids(text) + ([] if stop is None else [stop])
+        if sampled is None:
+            sampled = ids(text) + ([] if stop is None else [stop])
+        else:
+            text = self.template.text(sampled, stopped=True)
         message = {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
         node = make_node(
             len(self.tree.nodes) + 1,

@@ -6,8 +6,8 @@ from scripted_engine import Scripted
 from test_exchange import USER, say, told
 from texts import STOP, answer, ids, text
 
-from harnessed.client import end_attempt, get_rollout, get_transcripts
-from harnessed.records import Dialect, Ending, Fate, History, Outcome, Split
+from harnessed.client import end_attempt, examine_template, get_rollout, get_transcripts
+from harnessed.records import Dialect, Ending, Fate, History, Outcome, Split, Verdict
 from harnessed.training.samples import build
 
 STRIPPING = (
@@ -274,3 +274,25 @@ async def test_what_a_chat_engine_broke_off_is_kept_and_sampled_anew(chatting):
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
     (transcript,) = await house.admin(get_transcripts("g"))
     assert build(transcript).fates == {Fate.UNDELIVERED: 3, Fate.TRAINED: len(answer("ok"))}
+
+
+async def test_dates_in_prompts_are_those_of_the_runs_creation(house):
+    """After a restart, when the run is created again, and whatever the clock says."""
+    make_policy(house.policy, "{{ strftime_now('%S.%f') }}" + STRIPPING)
+    for _ in range(2):
+        await house.restart()
+        await house.make_run()
+        (attempt,) = await house.attempts(group=f"g{len(house.engine.log)}")
+        await say(house, attempt.key, [USER])
+    first, second = house.engine.log
+    assert first.prompt == second.prompt
+
+
+async def test_the_examination_of_a_template_is_kept_and_given(house):
+    examined = await house.admin(examine_template("r"))
+    assert not examined.cases(Verdict.BROKEN)
+    assert "user message" in examined.cases(Verdict.EXACT)
+    make_policy(house.policy, STRIPPING)
+    await house.restart()
+    examined = await house.admin(examine_template("r"))
+    assert "reasoning in the text, then user" in examined.cases(Verdict.DIFFERS)

@@ -83,6 +83,8 @@ def _going_on(template: ChatTemplate, case: str, answer: dict[str, Any], new: Me
         added = template.added(new, tools)
     except TemplateError as error:
         return Finding(case=case, verdict=Verdict.BROKEN, detail=f"The call would be refused: {error}.")
+    if answer.get("tool_calls") and all(_MARK not in full for _, full in pairs):
+        return Finding(case=case, verdict=Verdict.UNSUPPORTED, detail="The template does not write tool calls.")
     if any(_MARK not in full for _, full in pairs):
         return Finding(case=case, verdict=Verdict.BROKEN, detail="The template leaves the answer out.")
     tails = {full.rpartition(_MARK)[2] for _, full in pairs}

@@ -25,6 +25,13 @@ from harnessed.config import ConfigError
 
 Messages = list[dict[str, Any]]
 
+_CALL = "probe"
+_CALLING = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": _CALL, "arguments": "{}"}}],
+}
+"""An answer that only calls."""
 _ANSWER = "\u2402answer\u2403"
 """The stub's assistant text: found again in every rendering, and no template changes or trims it."""
 
@@ -45,7 +52,18 @@ class ChatTemplate:
         self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
         self._templates = {name: _compile(source) for name, source in _template_sources(folder, settings).items()}
         self._now = datetime.datetime.now()
+        self._nothing: str | None = ""
+        """Content of a message with calls and no text. Some templates (DeepSeek V3) write calls for null only."""
+        if _CALL not in self._try([_CALLING]):
+            self._nothing = None
+            if _CALL not in self._try([_CALLING]):
+                self._nothing = ""
         self.stop_ids = self._stop_ids(folder)
+
+    @property
+    def size(self) -> int:
+        """Number of token ids."""
+        return int(self._tokenizer.get_vocab_size())
 
     def at(self, created: float) -> "ChatTemplate":
         """The same template for a run: what it writes as today's date is the day on which the run was created."""
@@ -104,7 +122,7 @@ class ChatTemplate:
         template = self._templates.get("tool_use") if tools else None
         try:
             return (template or self._templates["default"]).render(
-                messages=[_message(message) for message in messages],
+                messages=[_message(message, self._nothing) for message in messages],
                 tools=tools or None,
                 add_generation_prompt=True,
                 strftime_now=self._now.strftime,
@@ -113,6 +131,12 @@ class ChatTemplate:
             )
         except (jinja2.TemplateError, TypeError, AttributeError) as error:
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
+
+    def _try(self, messages: Messages) -> str:
+        try:
+            return self.render([{"role": "user", "content": "stub"}, *messages], [])
+        except TemplateError:
+            return ""
 
     def _stop_ids(self, folder: Path) -> list[int]:
         ids = _read_json(folder / "generation_config.json").get("eos_token_id")
@@ -130,9 +154,10 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Where harnesses and servers put it; templates read one of the first two, so both are filled."""
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """As transformers and servers hand it to templates."""
-    shown = message | {"content": _text(message.get("content"))}
+def _message(message: dict[str, Any], nothing: str | None) -> dict[str, Any]:
+    """As transformers and servers hand it to templates; `nothing` is what stands beside calls for no text."""
+    text = _text(message.get("content"))
+    shown = message | {"content": nothing if message.get("tool_calls") and text == "" else text}
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
         shown = {"thinking": reasoning} | shown | {"reasoning_content": reasoning}

@@ -114,7 +114,8 @@ class ChatTemplate:
         return text
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Of a batch, since only that lets other threads run meanwhile.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def render(self, messages: Messages, tools: Messages) -> str:

@@ -1,7 +1,9 @@
 """The tree that each kind of harness leaves, written out by hand; then any mix of them, by a random harness."""
 
+import json
 import tempfile
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +220,93 @@ def test_an_id_names_its_answer_whatever_a_harness_made_of_broken_arguments(play
         play.tree.place([*request, resent, user("b")], []).prompt
         == play.tree.place([*request, said(first), user("b")], []).prompt
     )
+
+
+GIVEN = {
+    "role": "assistant",
+    "content": "\n\nI'll write  the file.  \n\n",
+    "reasoning_content": "  Think\n\nabout  it. \n",
+    "tool_calls": [call("call_t3A", '{ "timeout":  20.0 ,  "command":  "echo caf\\u00e9 \\/"}')],
+}
+"""An awkward answer on purpose: white space, a float, escapes, keys in no order, an id that some take apart."""
+MEANT = {"timeout": 20.0, "command": "echo café /"}
+
+
+def again(arguments, id="call_t3A", **fields):
+    """That answer as a harness writes it into its history; a field of None is left out."""
+    message = GIVEN | {"tool_calls": [call(id, arguments)]} | fields
+    return {name: value for name, value in message.items() if value is not None}
+
+
+COMPACT = json.dumps(MEANT, ensure_ascii=False, separators=(",", ":"))
+RESENT = {
+    "mini-swe-agent": again(
+        GIVEN["tool_calls"][0]["function"]["arguments"], provider_specific_fields={"reasoning": "  Think"}
+    ),
+    "OpenHands": again(json.dumps(MEANT), content=[{"type": "text", "text": GIVEN["content"]}], reasoning_content=None),
+    "OpenCode": again(COMPACT),
+    "Claude Code": again('{"command":"echo café /","timeout":20}'),
+    "Qwen Code": again(COMPACT, reasoning_content="Think\n\nabout  it."),
+    "Hermes": again(json.dumps(MEANT, sort_keys=True), content=GIVEN["content"].strip(), reasoning_content=None),
+    "OpenClaw": again(COMPACT, id="callt3A", reasoning_content=None),
+    "LangChain": again(json.dumps(MEANT, ensure_ascii=False), reasoning_content=None),
+    "openai-python, streamed": again(COMPACT) | {"refusal": None, "annotations": None, "function_call": None},
+    "moved reasoning": again(COMPACT, reasoning_content=None, reasoning=GIVEN["reasoning_content"]),
+}
+
+
+@pytest.mark.parametrize("harness", RESENT)
+def test_an_answer_with_a_call_is_known_as_each_harness_sends_it_back(play, harness):
+    """A chain, whatever the harness made of it; the sampled tokens stay."""
+    request = [SYSTEM, user("a")]
+    first = play.ask(request, GIVEN["content"])
+    play.tree = Tree()
+    play.tree.add(replace(first, message=GIVEN), Tree().place(request, []).prompt)
+    resent = RESENT[harness]
+    result = {"role": "tool", "tool_call_id": resent["tool_calls"][0]["id"], "content": "done"}
+    second = play.ask([*request, resent, result], "next")
+    play.ask([*request, resent, result, said(second), user("b")])
+    assert play.parents() == [0, 1, 2]
+    assert play.prompts[2][: len(play.prompts[1])] == play.prompts[1]
+    assert text(play.prompts[2]).startswith(text(play.prompts[1]) + GIVEN["content"])
+    assert len(check_books(play).rows) == 1
+
+
+@pytest.mark.parametrize(("sent", "later"), [(None, ""), ("", None), (None, "absent"), ("", [])])
+def test_no_text_is_no_text_in_any_shape(play, sent, later):
+    """litellm leaves null out, OpenCode makes it empty, OpenClaw makes empty null."""
+    request = [SYSTEM, user("a")]
+    first = play.ask(request, "", calls=[call("aaaaaaaaa")])
+    first.message["content"] = sent
+    play.reload()
+    resent = {"role": "assistant", "content": later, "tool_calls": [call("aaaaaaaaa")]}
+    if later == "absent":
+        del resent["content"]
+    play.ask([*request, resent, {"role": "tool", "tool_call_id": "aaaaaaaaa", "content": "done"}])
+    assert play.parents() == [0, 1]
+
+
+def test_a_cache_mark_that_moves_to_the_newest_message_changes_nothing(play):
+    """Claude Code marks the last message of each request."""
+
+    def request(*messages):
+        *before, last = messages
+        marked = [{"type": "text", "text": last["content"], "cache_control": {"type": "ephemeral"}}]
+        return [*before, last | {"content": marked}]
+
+    first = play.ask(request(SYSTEM, user("a")))
+    second = play.ask(request(SYSTEM, user("a"), said(first), user("b")))
+    play.ask(request(SYSTEM, user("a"), said(first), user("b"), said(second), user("c")))
+    assert play.parents() == [0, 1, 2]
+    assert len(check_books(play).rows) == 1
+
+
+def test_best_of_several_answers_goes_on_from_the_chosen_one(play):
+    """The same request three times; the harness keeps the second answer. Each delivered token is trained."""
+    answers = [play.ask([SYSTEM, user("a")], word) for word in ("one", "two", "three")]
+    play.ask([SYSTEM, user("a"), said(answers[1]), user("b")])
+    assert play.parents() == [0, 0, 0, 2]
+    assert len(check_books(play).rows) == 3
 
 
 def test_changed_tools_repeat_nothing(play):

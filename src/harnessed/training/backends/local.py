@@ -76,7 +76,7 @@ class LocalBackend:
         started = time.monotonic()
         self._optimiser.zero_grad(set_to_none=True)
         sums: Counter[str] = Counter()
-        largest = 0.0
+        differences = [0.0]
         for batch in batches:
             terms, entropy = self._terms(batch)
             loss, batch_sums = clipped_policy_loss(terms, clip=objective.clip, importance_cap=objective.importance_cap)
@@ -84,7 +84,7 @@ class LocalBackend:
             sums.update(
                 {name: value.item() for name, value in (batch_sums | {"loss": loss, "entropy": entropy}).items()}
             )
-            largest = max(largest, (terms.old_logprobs - terms.engine_logprobs).abs().max().item())
+            differences.append((terms.old_logprobs - terms.engine_logprobs).abs().max().item())
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm).item()
         applied = math.isfinite(norm) and math.isfinite(sums["loss"])
         if applied:
@@ -97,7 +97,7 @@ class LocalBackend:
         metrics |= {
             "loss": sums["loss"],
             "gradient_norm": norm,
-            "logprob_difference_max": largest,
+            "logprob_difference_max": float(np.max(differences)),  # not a number if one is not
             "update_seconds": time.monotonic() - started,
         }
         return Update(applied, metrics)

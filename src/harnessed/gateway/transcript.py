@@ -10,6 +10,7 @@ same is in `matching.py`.
 
 import hashlib
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,11 +143,7 @@ class Tree:
 
     def conversation(self, number: int) -> list[int]:
         """The nodes whose answers a conversation repeats, up to this node."""
-        path = []
-        while number:
-            path.append(number)
-            number = self.nodes[number].follows
-        return path[::-1]
+        return self._from_the_start(number, lambda node: node.follows)
 
     def repeated(self, place: Place, number: int) -> Message:
         """The answer of a node of the conversation that a request follows, as the request repeats it."""
@@ -163,11 +160,7 @@ class Tree:
 
     def path(self, number: int) -> list[int]:
         """The nodes whose tokens lead to a node's answer, with it."""
-        path = []
-        while number:
-            path.append(number)
-            number = self.nodes[number].parent
-        return path[::-1]
+        return self._from_the_start(number, lambda node: node.parent)
 
     def context(self, number: int, cut: int = 0) -> bytes:
         """int32 ids of everything up to and including the answer of a node (0: nothing), without its last `cut`."""
@@ -176,6 +169,13 @@ class Tree:
             pieces += (node.answer[: len(node.answer) - 4 * cut], node.segment)
             cut = node.cut
         return b"".join(reversed(pieces))
+
+    def _from_the_start(self, number: int, before: Callable[[Node], int]) -> list[int]:
+        path = []
+        while number:
+            path.append(number)
+            number = before(self.nodes[number])
+        return path[::-1]
 
     def _fold(self, digest: Digest, message: Message) -> Digest:
         if message["role"] == "assistant":

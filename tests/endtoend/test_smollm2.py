@@ -20,8 +20,8 @@ def tasks(seed):
 
 
 def reward(task, folder):
-    # Any signal will do that differs between two rollouts.
-    return zlib.crc32(str(folder).encode()) % 997
+    # Any signal will do that differs between two rollouts: paths that differ in one letter differ in these bits.
+    return zlib.crc32(str(folder).encode()) % 1024
 """
 
 

@@ -1,6 +1,7 @@
 """`harnessed gateway` as a process of its own."""
 
 import importlib.util
+import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -42,6 +43,11 @@ def test_a_gateway_serves_a_call_without_ever_loading_torch(tmp_path):
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         finally:
             process.terminate()
+        assert process.wait(10) == 0
+    # It closed its store: all is in one file, also what nobody waited for.
+    assert [file.name for file in folder.glob("gateway.db*")] == ["gateway.db"]
+    with sqlite3.connect(folder / "gateway.db") as database:
+        assert database.execute("select delivered from nodes").fetchall() == [(1,)]
     loaded = {line.rpartition("/")[2] for line in maps.splitlines() if "/" in line}
     assert any("tokenizers" in name for name in loaded)
     assert not any("torch" in name for name in loaded)

@@ -39,11 +39,10 @@ class House:
         application = await self._stack.enter_async_context(gateway(self.folder, Gateway(generation_limit_s=20)))
         self.exchange, self.store = application.state.exchange, application.state.store
         server = Server(application)
-        server.capture_signals = contextlib.nullcontext
         serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))
 
         async def stop() -> None:
-            server.should_exit = True
+            server.end()
             await serving
 
         self._stack.push_async_callback(stop)

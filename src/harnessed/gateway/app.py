@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import gc
+import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -40,7 +41,10 @@ def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
 
     async def run() -> None:
         async with gateway(folder, settings) as application:
-            await Server(application).serve(sockets=[listener])
+            server = Server(application)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, server.end)
+            await server.serve(sockets=[listener])
 
     uvloop.run(run())
 
@@ -62,6 +66,14 @@ class Server(uvicorn.Server):
             )
         )
         self._application = application
+
+    def end(self) -> None:
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to `serve`. uvicorn would raise them again when it has ended, before the store is closed."""
+        yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._application.state.stop()

@@ -189,7 +189,8 @@ class ScriptedEngine:
 
     def _chat_answer(self, call: Logged, scripted: Scripted, number: int) -> dict[str, Any]:
         template = self._template()
-        text = template.text(call.answer, stopped=call.answer[-1] in template.stop_ids)
+        readable = [id for id in call.answer if 0 <= id < 2**31]
+        text = template.text(readable, stopped=call.answer[-1] in template.stop_ids)
         message = scripted.message or {"role": "assistant", "content": text, "refusal": None, "tool_calls": []}
         logprobs = [{"token": "", "logprob": value} for value in self.logprobs(number, len(call.answer))]
         finish = {"stop": "tool_calls" if message.get("tool_calls") else "stop", "interrupted": "abort"}

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from policies import make_policy
 from scripted_engine import Scripted
 from texts import answer, ids, text
 
@@ -644,6 +645,14 @@ async def test_an_engine_fault_that_was_overcome_before_a_restart_is_forgotten(h
     await say(house, attempt.key, [USER])
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 1))
     assert (await house.admin(get_rollout(attempt.rollout))).outcome == Outcome.OK
+
+
+async def test_a_template_that_raises_whatever_it_likes_refuses_the_request(house):
+    make_policy(house.policy, "{{ 1 // (messages[0].content | length - 5) }}")  # hello
+    await house.restart()
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.BadRequestError, match="cannot render these messages"):
+        await say(house, attempt.key, [USER])
 
 
 async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused(house, monkeypatch):

@@ -263,6 +263,37 @@ async def test_a_context_that_the_engine_refuses_is_refused_in_words_that_harnes
     assert (await house.admin(get_rollout(attempt.rollout))).outcome == Outcome.BUDGET
 
 
+@pytest.mark.parametrize(
+    "scripted",
+    [
+        Scripted([-1, STOP]),
+        Scripted([2**31, STOP]),
+        Scripted([STOP], prompt=[-5]),
+        Scripted([STOP], finish="content_filter"),
+        Scripted([STOP], message={"role": "assistant", "tool_calls": ["no call"]}),
+        Scripted([STOP], message={"role": "assistant", "tool_calls": 3}),
+    ],
+)
+async def test_what_is_no_answer_of_the_protocol_is_the_engines_failure(chatting, scripted):
+    house = chatting
+    house.engine.script = lambda prompt, call: scripted if call == 1 else answer("ok")
+    (attempt,) = await house.attempts()
+    with pytest.raises(Exception, match="no answer of the protocol") as refusal:
+        await say(house, attempt.key, [USER])
+    assert refusal.value.status_code == 503
+    assert told(await say(house, attempt.key, [USER]))["content"] == "ok"
+
+
+async def test_ids_that_the_tokenizer_does_not_know_are_kept(chatting):
+    """A model may have more rows than its tokenizer has tokens."""
+    house = chatting
+    house.engine.script = lambda prompt, call: Scripted([5000, STOP], prompt=[6000, *prompt])
+    (attempt,) = await house.attempts()
+    first = await say(house, attempt.key, [USER])
+    await say(house, attempt.key, [USER, told(first), USER])
+    await end(house, attempt)
+
+
 async def test_what_a_chat_engine_broke_off_is_kept_and_sampled_anew(chatting):
     """It cannot go on from tokens."""
     house = chatting

@@ -105,6 +105,8 @@ def read(engine: EngineSpec, body: bytes) -> Generated:
         generated = _read_chat(answer) if engine.speaks == Dialect.CHAT else _read_tokens(answer)
         for numbers, kind in ((generated.tokens, "i"), (generated.logprobs, "f"), (generated.versions, "i")):
             array(kind, numbers)  # raises for what cannot be stored
+        if min([*array("i", generated.prompt), *generated.tokens], default=0) < 0:
+            raise ValueError("a token id is negative")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise NoAnswer(f"gave no answer of the protocol: {error!r}") from error
     tokens = len(generated.tokens)
@@ -127,7 +129,8 @@ def _read_chat(answer: dict[str, Any]) -> Generated:
     logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
     message = {"role": "assistant"} | {key: value for key, value in choice["message"].items() if value}
     message.setdefault("content", None)
-    array("i", prompt)
+    if not all(isinstance(call, dict) for call in message.get("tool_calls", [])):
+        raise ValueError("its tool calls are no objects")
     return Generated(
         tokens, logprobs, [UNKNOWN_VERSION] * len(tokens), _FINISHES[choice["finish_reason"]], prompt, message
     )

@@ -130,7 +130,7 @@ class ChatTemplate:
                 raise_exception=_raise,
                 **self._special,
             )
-        except (jinja2.TemplateError, TypeError, AttributeError) as error:
+        except Exception as error:  # a template is somebody's program: it may raise anything
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
 
     def _try(self, messages: Messages) -> str:

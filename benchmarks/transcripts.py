@@ -49,13 +49,12 @@ def conversation(template: ChatTemplate, turns: int, tokens: int) -> tuple[list[
         place = tree.place(orjson.loads(body)["messages"], [])
         tree.prove_delivered(place)
         segment = tree.segment(place, [], template)
-        prompt = array("i", tree.context(segment.parent, segment.cut))
-        prompt.extend(segment.ids)
-        orjson.dumps(prompt.tolist())
+        prompt = tree.context(segment.parent, segment.cut) + segment.ids
+        orjson.dumps(array("i", prompt).tolist())
         node = Node(
             number=number,
             parent=segment.parent,
-            segment=array("i", segment.ids).tobytes(),
+            segment=segment.ids,
             answer=array("i", answer).tobytes(),
             logprobs=array("f", [-0.5] * len(answer)).tobytes(),
             versions=array("i", [0] * len(answer)).tobytes(),

@@ -54,7 +54,7 @@ class Play:
             segment = by_text(self.tree, place, list(messages), list(tools), self.template)
         else:
             segment = self.tree.segment(place, list(tools), self.template)
-        prompt = array("i", self.tree.context(segment.parent, segment.cut)).tolist() + segment.ids
+        prompt = array("i", self.tree.context(segment.parent, segment.cut) + segment.ids).tolist()
         if sampled is None:
             sampled = ids(text) + ([] if stop is None else [stop])
         else:
@@ -63,7 +63,7 @@ class Play:
         node = make_node(
             len(self.tree.nodes) + 1,
             segment.parent,
-            segment.ids,
+            array("i", segment.ids),
             sampled,
             finish="length" if stop is None else "stop",
             cut=segment.cut,

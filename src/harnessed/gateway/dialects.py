@@ -22,8 +22,8 @@ _FINISHES = {"stop": "stop", "tool_calls": "stop", "length": "length", "abort": 
 class Generation:
     """What an engine is asked for."""
 
-    prompt: list[int]
-    """Empty for engines that speak chat."""
+    prompt: bytes
+    """int32 ids; empty for engines that speak chat."""
     max_tokens: int
     temperature: float
     seed: int
@@ -37,7 +37,10 @@ class Generation:
         """The rest of an answer that was broken off; with another seed, or the same numbers would be drawn twice."""
         sampled = len(kept.tokens)
         return replace(
-            self, prompt=self.prompt + kept.tokens, max_tokens=self.max_tokens - sampled, seed=self.seed + sampled
+            self,
+            prompt=self.prompt + array("i", kept.tokens).tobytes(),
+            max_tokens=self.max_tokens - sampled,
+            seed=self.seed + sampled,
         )
 
 
@@ -95,7 +98,7 @@ def ask(engine: EngineSpec, generation: Generation) -> bytes:
         }
         return orjson.dumps(common | chat)
     strings = {"stop_strings": generation.stop_strings} if generation.stop_strings else {}
-    return orjson.dumps(common | {"prompt": generation.prompt, "stop": generation.stop} | strings)
+    return orjson.dumps(common | {"prompt": array("i", generation.prompt).tolist(), "stop": generation.stop} | strings)
 
 
 def read(engine: EngineSpec, body: bytes) -> Generated:

@@ -15,6 +15,8 @@ from harnessed.gateway.dialects import NOTHING, PATHS, Generated, Generation, No
 from harnessed.records import Dialect, Engine, EngineSpec
 
 HEALTH_LIMIT_S = 5.0
+LONG_PROMPT_BYTES = 64 * 2**10
+"""From this size on a request is written in a thread, so that it slows nobody else."""
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -133,7 +135,11 @@ class Engines:
     async def _ask(self, engine: EngineSpec, generation: Generation) -> Generated:
         """Raises _Again or EngineFailed."""
         headers = {"content-type": "application/json"}
-        url, body = engine.url + PATHS[engine.speaks], ask(engine, generation)
+        url = engine.url + PATHS[engine.speaks]
+        if len(generation.prompt) < LONG_PROMPT_BYTES:
+            body = ask(engine, generation)
+        else:
+            body = await asyncio.to_thread(ask, engine, generation)
         try:
             async with self._session.post(url, data=body, headers=headers) as response:
                 body = await response.read()

@@ -24,7 +24,7 @@ from harnessed.gateway.session import Session
 from harnessed.gateway.splits import by_ids
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
-from harnessed.gateway.transcript import INTERRUPTED, Place, Segment
+from harnessed.gateway.transcript import INTERRUPTED, Place, Segment, packed
 from harnessed.gateway.wire.turn import Turn, WireError, context_overflow
 from harnessed.records import Node
 
@@ -54,17 +54,16 @@ class Sampler:
     def choices(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> list[Wanted]:
         """What is to be sampled. Refuses what does not fit the context."""
         if segment is None:
-            used, prompt = session.tree.length(place.follows), array("i")
+            used, prompt = session.tree.length(place.follows), b""
         else:
-            prompt = array("i", session.tree.context(segment.parent, segment.cut))
-            prompt.extend(segment.ids)
-            used = len(prompt)
+            prompt = session.tree.context(segment.parent, segment.cut) + segment.ids
+            used = len(prompt) // 4
         room = session.limits.context - used
         if room < 1:
             self.fault(session, LIMIT, f"budget: the context limit of {session.limits.context} tokens was reached")
             raise context_overflow(used + 1, session.limits.context)
         generation = Generation(
-            prompt=prompt.tolist(),
+            prompt=prompt,
             max_tokens=min(room, session.sampling.max_tokens, turn.max_tokens or room),
             temperature=session.sampling.temperature,
             seed=0,
@@ -147,8 +146,8 @@ def _choice(session: Session, segment: Segment | None, generation: Generation, b
     if begun is None:
         return Wanted(segment, generation, None)
     # It goes on where it was begun, whatever the transcript has learnt since.
-    segment = Segment(begun.parent, array("i", begun.segment).tolist(), begun.cut, begun.split)
-    prompt = array("i", session.tree.context(begun.parent, begun.cut) + begun.segment).tolist()
+    segment = Segment(begun.parent, begun.segment, begun.cut, begun.split)
+    prompt = session.tree.context(begun.parent, begun.cut) + begun.segment
     return Wanted(segment, replace(generation, prompt=prompt), begun)
 
 
@@ -160,10 +159,10 @@ def _node(
     return Node(
         number=number,
         parent=segment.parent,
-        segment=array("i", segment.ids).tobytes(),
-        answer=array("i", generated.tokens).tobytes(),
+        segment=segment.ids,
+        answer=packed(generated.tokens),
         logprobs=array("f", generated.logprobs).tobytes(),
-        versions=array("i", generated.versions).tobytes(),
+        versions=packed(generated.versions),
         temperature=choice.generation.temperature,
         finish=generated.finish,
         cut=segment.cut,

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from harnessed.gateway.matching import as_delivered
 from harnessed.gateway.template import ChatTemplate, Messages
-from harnessed.gateway.transcript import Place, Segment, Tree
+from harnessed.gateway.transcript import Place, Segment, Tree, packed
 from harnessed.records import Node, Split
 
 Text = TypeVar("Text", str, bytes)
@@ -38,25 +38,21 @@ def by_text(tree: Tree, place: Place, messages: Messages, tools: Messages, templ
         return tree.texts[node.number]
 
     reached = _deepest(tree, place, text, pieces)
-    return Segment(
-        reached.node,
-        template.encode(text[reached.end :]),
-        reached.cut,
-        _split(tree, place, reached.node, text, template),
-    )
+    split = _split(tree, place, reached.node, lambda: text, template)
+    return Segment(reached.node, packed(template.encode(text[reached.end :])), reached.cut, split)
 
 
 def by_ids(tree: Tree, place: Place, ids: list[int], template: ChatTemplate) -> Segment:
     """The context is these tokens, which the engine made of the messages."""
-    context = array("i", ids).tobytes()
+    context = packed(ids)
 
     def pieces(node: Node) -> tuple[bytes, bytes, bytes]:
         stopped = array("i", node.answer[-4:])[0] in template.stop_ids
         return node.segment, node.answer, node.answer[:-4] if stopped else b""
 
     reached = _deepest(tree, place, context, pieces)
-    split = _split(tree, place, reached.node, template.written(ids), template)
-    return Segment(reached.node, ids[reached.end // 4 :], reached.cut, split)
+    split = _split(tree, place, reached.node, lambda: template.written(ids), template)
+    return Segment(reached.node, context[reached.end :], reached.cut, split)
 
 
 def _texts(node: Node, template: ChatTemplate) -> tuple[str, str, str]:
@@ -91,7 +87,7 @@ def _deepest(tree: Tree, place: Place, context: Text, pieces: Callable[[Node], t
     return best
 
 
-def _split(tree: Tree, place: Place, reached: int, text: str, template: ChatTemplate) -> str:
+def _split(tree: Tree, place: Place, reached: int, text: Callable[[], str], template: ChatTemplate) -> str:
     """Why a context, given as text, leaves an answer that the request repeats; empty if it does not."""
     if place.known:
         return Split.EDITED
@@ -99,7 +95,7 @@ def _split(tree: Tree, place: Place, reached: int, text: str, template: ChatTemp
     left = next((number for number in tree.conversation(place.follows) if number not in followed), None)
     if left is None:
         return ""
-    if text.startswith(template.written(array("i", tree.context(left)).tolist())):
+    if text().startswith(template.written(array("i", tree.context(left)).tolist())):
         return Split.RETOKENISED
     if not as_delivered(tree.repeated(place, left), tree.nodes[left].message):
         return Split.EDITED

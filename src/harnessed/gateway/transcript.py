@@ -47,7 +47,8 @@ class Segment:
 
     parent: int
     """The node with that answer; 0: none."""
-    ids: list[int]
+    ids: bytes
+    """int32."""
     cut: int
     """Tokens at the end of the parent's answer that do not belong to this context: a sampled stop that the template
     writes differently in history (0 or 1)."""
@@ -117,7 +118,7 @@ class Tree:
             if end < len(place.new):
                 before, begin = place.known[end], end + 1
                 ids += array("i", self.nodes[before].answer)
-        return Segment(place.follows, ids, first_cut, Split.EDITED if place.known else "")
+        return Segment(place.follows, packed(ids), first_cut, Split.EDITED if place.known else "")
 
     def prove_delivered(self, place: Place) -> list[int]:
         """A request that repeats answers shows that they arrived; the nodes that were not known to have."""
@@ -213,6 +214,11 @@ class Tree:
 
     def _last_token(self, number: int) -> int:
         return array("i", self.nodes[number].answer[-4:])[0]
+
+
+def packed(ids: list[int]) -> bytes:
+    """As int32, the way that nodes hold them."""
+    return array("i", ids).tobytes()
 
 
 def _start(tools: list[Message]) -> Digest:

@@ -63,6 +63,7 @@ def conversation(template: ChatTemplate, turns: int, tokens: int) -> tuple[list[
             cut=segment.cut,
             delivered=True,
             follows=place.follows,
+            call=f"call{number}",
             messages=place.new,
             message={"role": "assistant", "content": template.text(answer, stopped=True)},
         )
@@ -139,7 +140,6 @@ async def stored(template: ChatTemplate, folder: Path) -> list[Figure]:
     await store.write(lambda c: lifecycle.claim(c, "r", "me", 1, 1, 0.0))
     empty = _size(database)
     for node in nodes:
-        node.call = f"call{node.number}"
         await store.write(lambda c, n=node: recording.admit(c, ("g.0", 1), n.call, {"model": "m"}, 0.0))
         await store.write(lambda c, n=node: recording.record_answers(c, ("g.0", 1), [n], [], {}, 0.0))
     read = []

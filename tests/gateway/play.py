@@ -68,6 +68,7 @@ class Play:
             finish="length" if stop is None else "stop",
             cut=segment.cut,
             delivered=delivered,
+            call=f"call {len(self.tree.nodes) + 1}",
             follows=place.follows,
             split=segment.split,
             messages=place.new,

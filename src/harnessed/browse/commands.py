@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from sqlalchemy import Connection, create_engine
 
 from harnessed.browse.export import export
@@ -88,7 +89,7 @@ def _show(arguments: argparse.Namespace) -> int:
             indent = "  " * indents[node.number]
             console.print(indent + _title(node), markup=False)
             if template:
-                console.print(indent + _coloured(template, node, _decided(ledger[node.number], fates)))
+                console.print(Text(indent) + _coloured(template, node, _decided(ledger[node.number], fates)))
             else:
                 for message in (*node.messages, node.message):
                     console.print(f"{indent}  {message['role']}: {_text(message)}", markup=False)
@@ -176,15 +177,15 @@ def _title(node: Node) -> str:
     return f"#{node.number} (after #{node.parent}, {node.finish}{mark})"
 
 
-def _coloured(template: ChatTemplate, node: Node, fates: list[tuple[Fate, int]]) -> str:
-    prompt = escape("".join(template.token(id) for id in np.frombuffer(node.segment, np.int32).tolist()))
-    ids, pieces = np.frombuffer(node.answer, np.int32).tolist(), [f"[dim]{prompt}[/dim]"]
+def _coloured(template: ChatTemplate, node: Node, fates: list[tuple[Fate, int]]) -> Text:
+    text = Text()
+    text.append("".join(template.token(id) for id in np.frombuffer(node.segment, np.int32).tolist()), "dim")
+    ids = np.frombuffer(node.answer, np.int32).tolist()
     for fate, tokens in fates:
-        colour = COLOURS.get(fate, "red")
-        sampled = "|".join(template.token(id) for id in ids[:tokens])
-        pieces.append(f"[{colour}]{escape(sampled)}[/{colour}] ({fate})")
+        text.append("|".join(template.token(id) for id in ids[:tokens]), COLOURS.get(fate, "red"))
+        text.append(f" ({fate})")
         ids = ids[tokens:]
-    return "".join(pieces)
+    return text
 
 
 def _indents(attempt: Attempt) -> dict[int, int]:

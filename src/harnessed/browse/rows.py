@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import Transcript
@@ -25,12 +25,13 @@ def print_rows(console: Console, transcript: Transcript, template: ChatTemplate,
         console.print(marked(row, template, colour=console.is_terminal))
 
 
-def marked(row: Row, template: ChatTemplate, *, colour: bool) -> str:
-    """Console markup; into a pipe what is trained stands in [[ ]]."""
-    begin, end = ("[green]", "[/green]") if colour else (escape("[["), "]]")
-    pieces = []
+def marked(row: Row, template: ChatTemplate, *, colour: bool) -> Text:
+    """What is trained is green; into a pipe it stands in [[ ]]."""
+    text = Text()
     for trained, positions in itertools.groupby(range(len(row.tokens)), key=lambda at: bool(row.trained[at])):
-        # One token after the other, so that each stays what it is; a character cut in two is then shown as such.
-        text = escape(template.written(row.tokens[np.fromiter(positions, int)].tolist()))
-        pieces.append(f"{begin}{text}{end}" if trained else text)
-    return "".join(pieces)
+        piece = template.written(row.tokens[np.fromiter(positions, int)].tolist())
+        if colour:
+            text.append(piece, "green" if trained else "")
+        else:
+            text.append(f"[[{piece}]]" if trained else piece)
+    return text

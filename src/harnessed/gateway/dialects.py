@@ -121,6 +121,8 @@ def read(engine: EngineSpec, body: bytes) -> Generated:
 
 
 def _read_tokens(answer: dict[str, Any]) -> Generated:
+    if answer["finish"] not in _FINISHES.values():
+        raise ValueError(f"its finish is {answer['finish']!r}")
     return Generated(answer["tokens"], answer["logprobs"], answer["versions"], answer["finish"])
 
 
@@ -130,8 +132,11 @@ def _read_chat(answer: dict[str, Any]) -> Generated:
     if not tokens or not prompt:
         raise ValueError("it holds no token ids; does the engine know `return_token_ids`?")
     logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
-    message = {"role": "assistant"} | {key: value for key, value in choice["message"].items() if value}
+    message = {key: value for key, value in choice["message"].items() if value} | {"role": "assistant"}
     message.setdefault("content", None)
+    if not isinstance(message["content"], str | list | None):
+        raise ValueError("its content is no text")
+    orjson.dumps(message)  # what is recorded has to be written again
     if not all(isinstance(call, dict) for call in message.get("tool_calls", [])):
         raise ValueError("its tool calls are no objects")
     return Generated(

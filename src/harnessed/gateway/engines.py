@@ -59,6 +59,8 @@ class Engines:
         deadline = time.monotonic() + self._limit_s
         try:
             for tries in range(1_000_000):
+                if kept.tokens and kept.tokens[-1] in generation.stop:
+                    return replace(kept, finish="stop")
                 if len(kept.tokens) >= generation.max_tokens:
                     return replace(kept, finish="length")
                 engine = self._of(run, rollout)

@@ -7,6 +7,7 @@ comes back with the same request gets the answer that was made for it.
 
 import asyncio
 import contextlib
+import re
 import secrets
 import time
 from collections import Counter
@@ -15,16 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from harnessed.config import ConfigError
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.recording import AttemptId, admit, mark_delivered, record_faults
 from harnessed.gateway.sampling import LIMIT, Sampler
-from harnessed.gateway.session import Pending, Session, load, wanted
+from harnessed.gateway.session import Pending, Session, load
 from harnessed.gateway.splits import by_text
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
@@ -53,21 +54,19 @@ class Exchange:
         self._closing: Counter[str] = Counter()
         """Rollouts whose attempt is being ended."""
         self._encoder = ThreadPoolExecutor(1, "encode")
-        """One thread: what came first is encoded first, so that a retry meets the call that it repeats."""
+        """One thread: what came first is read first, so that a retry meets the call that it repeats."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             session = await self._session(self._key(scope))
             body = await _read_body(receive)
-            turn, place = await self._aside(len(body), lambda: _read(session, body))
-            self._prove_delivered(session, place)
+            turn, place, proven, segment = await self._aside(len(body), lambda: self._read(session, body))
+            self._note_delivered(session, proven)
             pending = session.retried(turn, place, _retry_count(scope))
             if pending is None:
-                self._check_admission(session)
-                segment = await self._aside(len(body), lambda: self._encode(session, turn, place))
                 pending = self._begin(session, turn, place, segment)
             if not await _outlasts(receive, pending.answers):
-                pending.connected = False
+                pending.waiting -= 1
                 return
             answer = chat.render(_reply(session, pending, turn))
         except WireError as error:
@@ -142,7 +141,10 @@ class Exchange:
         return self._sessions[attempt]
 
     async def _load(self, attempt: AttemptId) -> Session:
-        session = await load(self._store, attempt, self.policy)
+        try:
+            session = await load(self._store, attempt, self.policy)
+        except ConfigError as error:
+            raise WireError(503, "policy_unusable", str(error)) from error
         if session is None:
             raise _ended(attempt)
         self._sessions[attempt] = session  # before anybody who waits for it goes on
@@ -154,8 +156,13 @@ class Exchange:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
-    def _prove_delivered(self, session: Session, place: Place) -> None:
-        proven = session.tree.prove_delivered(place)
+    def _read(self, session: Session, body: bytes) -> tuple[Turn, Place, list[int], Segment | None]:
+        """The request, its place, the answers that it proves to have arrived, and its new tokens."""
+        turn = chat.parse(body)
+        place = session.tree.place(turn.messages, turn.tools)
+        return turn, place, session.tree.prove_delivered(place), self._encode(session, turn, place)
+
+    def _note_delivered(self, session: Session, proven: list[int]) -> None:
         if proven:
             self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, proven))
             session.drop_delivered(proven)
@@ -186,7 +193,7 @@ class Exchange:
         session.calls += 1
         self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn.asked, now))
         answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call))
-        pending = Pending(call, answers, wanted(turn))
+        pending = Pending(call, answers, turn.wanted)
         session.wait_for(place.prompt, pending)
         return pending
 
@@ -202,14 +209,6 @@ def _ended(attempt: AttemptId) -> WireError:
     return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
 
 
-def _read(session: Session, body: bytes) -> tuple[Turn, Place]:
-    turn = chat.parse(body)
-    try:
-        return turn, session.tree.place(turn.messages, turn.tools)
-    except orjson.JSONEncodeError as error:  # nested deeper than can be written again
-        raise WireError(400, "invalid_messages", f"the messages cannot be read: {error}") from error
-
-
 def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
     nodes = pending.answers.result()
     prompt_tokens = session.tree.length(nodes[0].number) - nodes[0].sampled
@@ -223,7 +222,7 @@ def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
 def _retry_count(scope: Scope) -> int:
     """How often the client's SDK has sent this request before."""
     count = Headers(scope=scope).get("x-stainless-retry-count", "0")
-    return int(count) if count.isdigit() else 0
+    return int(count) if re.fullmatch("[0-9]{1,4}", count) else 0
 
 
 async def _read_body(receive: Receive) -> bytes:

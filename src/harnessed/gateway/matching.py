@@ -62,7 +62,9 @@ def trimmed(content: Any) -> Any:
 
 def call_identity(call: Message) -> Any:
     """Name and arguments of a tool call."""
-    function = call.get("function") or {}
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return [function, None]
     return [function.get("name"), arguments_of(function.get("arguments", ""))]
 
 
@@ -71,8 +73,10 @@ def arguments_of(arguments: Any) -> Any:
     (Claude Code, Hermes), numbers normalised (OpenCode, Claude Code). Broken JSON is compared as it stands, out of
     Claude Code's wrapping of it."""
     if isinstance(arguments, str):
-        with contextlib.suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments)
+        with contextlib.suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):
+            parsed = orjson.loads(arguments)
+            orjson.dumps(parsed)  # nested deeper than can be written, it stays a text
+            arguments = parsed
     if isinstance(arguments, dict) and isinstance(wrapped := arguments.get("__unparsedToolInput"), dict):
         return wrapped.get("raw")
     return _plain_numbers(arguments)
@@ -97,7 +101,7 @@ def _letters(message: Message) -> Any:
 
 def _plain_numbers(value: Any) -> Any:
     """20.0 as 20."""
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if isinstance(value, list):
         return [_plain_numbers(item) for item in value]

@@ -59,6 +59,15 @@ def count_calls(connection: Connection, attempt: AttemptId) -> int:
     return int(connection.execute(query).scalar_one())
 
 
+def load_asked(connection: Connection, ids: list[str]) -> dict[str, dict[str, Any]]:
+    """What calls asked for, without messages and tools."""
+    found: dict[str, dict[str, Any]] = {}
+    for at in range(0, len(ids), 500):
+        query = select(calls.c.id, calls.c.asked).where(calls.c.id.in_(ids[at : at + 500]))
+        found |= {row[0]: row[1] for row in connection.execute(query)}
+    return found
+
+
 def admit(connection: Connection, attempt: AttemptId, call: str, asked: dict[str, Any], now: float) -> None:
     connection.execute(
         insert(calls).values(

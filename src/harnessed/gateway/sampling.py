@@ -10,11 +10,10 @@ import secrets
 import string
 import time
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NoReturn
-
-from sqlalchemy.exc import SQLAlchemyError
 
 from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines
@@ -64,18 +63,18 @@ class Sampler:
             raise context_overflow(used + 1, session.limits.context)
         generation = Generation(
             prompt=prompt,
-            max_tokens=min(room, session.sampling.max_tokens, turn.max_tokens or room),
+            max_tokens=min(room, session.sampling.max_tokens, turn.wanted.max_tokens or room),
             temperature=session.sampling.temperature,
             seed=0,
             stop=session.template.stop_ids,
-            stop_strings=turn.stop,
+            stop_strings=list(turn.wanted.stop),
             messages=turn.messages if segment is None else [],
             tools=turn.tools if segment is None else [],
         )
-        begun = [] if segment is None else session.take_interrupted(place.prompt, turn.n)
+        begun = [] if segment is None else session.take_interrupted(place.prompt, turn.wanted)
         return [
             _choice(session, segment, replace(generation, seed=_seed(session, choice)), node)
-            for choice, node in zip_longest(range(turn.n), begun)
+            for choice, node in zip_longest(range(turn.wanted.n), begun)
         ]
 
     async def sample(self, session: Session, turn: Turn, place: Place, choices: list[Wanted], call: str) -> list[Node]:
@@ -95,7 +94,7 @@ class Sampler:
             continued += [choice.begun.number] if choice.begun else []
         session.next_number += len(nodes)
         if nodes:
-            await self._record(session, place, nodes, continued)
+            await self._record(session, turn, place, nodes, continued)
         if failure is not None:
             self._store.write_soon(lambda connection: record_failure(connection, call, time.time()))
             self._explain(session, place, failure)
@@ -115,7 +114,9 @@ class Sampler:
             raise WireError(503, "engine_failed", str(failure)) from failure
         raise failure
 
-    async def _record(self, session: Session, place: Place, nodes: list[Node], continued: list[int]) -> None:
+    async def _record(
+        self, session: Session, turn: Turn, place: Place, nodes: list[Node], continued: list[int]
+    ) -> None:
         faults = dict(session.faults)
         try:
             await self._store.write(
@@ -123,15 +124,17 @@ class Sampler:
             )
         except Refused as error:
             self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
+            if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
+                raise WireError(503, "store_failed", str(error)) from error
             session.ended = True
             raise WireError(403, "attempt_ended", str(error)) from error
-        except SQLAlchemyError as error:
-            session.ended = True  # what memory holds is ahead of the store: load it again
+        except Exception as error:  # whatever it was: what memory holds is ahead of the store, so it is loaded again
+            session.ended = True
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
         for node in nodes:
             session.tree.add(node, place.prompt)
             if node.finish == INTERRUPTED:
-                session.interrupted.setdefault(place.prompt, []).append(node)
+                session.interrupted.setdefault((place.prompt, turn.wanted), []).append(node)
         for number in continued:
             del session.tree.nodes[number]
 
@@ -170,7 +173,7 @@ def _node(
         follows=place.follows,
         split=segment.split,
         messages=place.new,
-        message=_message(session.template, generated, turn.stop),
+        message=_message(session.template, generated, turn.wanted.stop),
         call=call,
         tools=[] if place.follows else turn.tools,
     )
@@ -185,7 +188,7 @@ def _kept(node: Node) -> Generated:
     )
 
 
-def _message(template: ChatTemplate, generated: Generated, stop_strings: list[str]) -> dict[str, Any]:
+def _message(template: ChatTemplate, generated: Generated, stop_strings: Iterable[str]) -> dict[str, Any]:
     """The answer as it is delivered."""
     if generated.message is not None:
         calls = [call | {"id": _call_id()} for call in generated.message.get("tool_calls") or []]

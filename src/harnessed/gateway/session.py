@@ -8,15 +8,13 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_attempt, load_nodes
+from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_asked, load_attempt, load_nodes
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Digest, Place, Tree
-from harnessed.gateway.wire.turn import Turn
+from harnessed.gateway.wire import chat
+from harnessed.gateway.wire.turn import Turn, Wanted
 from harnessed.records import History, Limits, Node, Sampling
-
-ANY_LENGTH = -1
-"""In place of a max_tokens that is not known any more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,10 +24,9 @@ class Pending:
     id: str
     answers: "asyncio.Future[list[Node]]"
     """Done once they are durable."""
-    wanted: tuple[int, int | None]
-    """The request's n and max_tokens."""
-    connected: bool = True
-    """The client that waits for it has not been seen to leave."""
+    wanted: Wanted
+    waiting: int = 1
+    """Clients that wait for it and have not been seen to leave."""
 
     @property
     def delivered(self) -> bool:
@@ -56,7 +53,7 @@ class Session:
     next_number: int
     """Of the next node; handed out in the order in which writes are queued."""
     pending: dict[Digest, list[Pending]] = field(default_factory=dict)
-    interrupted: dict[Digest, list[Node]] = field(default_factory=dict)
+    interrupted: dict[tuple[Digest, Wanted], list[Node]] = field(default_factory=dict)
     """Answers that an engine broke off and nobody goes on with: the same request gets the rest."""
     faults: Faults = field(default_factory=dict)
     """Requests that were refused or failed and have not been answered since."""
@@ -97,23 +94,19 @@ class Session:
         A call whose client was seen to leave comes first; one that a client still seems to wait for is only taken by a
         request that says that it is a retry.
         """
-        same = [p for p in self.pending.get(place.prompt, []) if p.wanted in (wanted(turn), (turn.n, ANY_LENGTH))]
-        left = [pending for pending in same if not pending.connected]
+        same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
+        left = [pending for pending in same if not pending.waiting]
         for pending in left or (same if retry_count > 0 else []):
-            pending.connected = True
+            pending.waiting += 1
             return pending
         return None
 
-    def take_interrupted(self, prompt: Digest, most: int) -> list[Node]:
+    def take_interrupted(self, prompt: Digest, wanted: Wanted) -> list[Node]:
         """Answers to go on with; they are the caller's now."""
-        found = self.interrupted.pop(prompt, [])
-        if found[most:]:
-            self.interrupted[prompt] = found[most:]
-        return found[:most]
-
-
-def wanted(turn: Turn) -> tuple[int, int | None]:
-    return turn.n, turn.max_tokens
+        found = self.interrupted.pop((prompt, wanted), [])
+        if found[wanted.n :]:
+            self.interrupted[prompt, wanted] = found[wanted.n :]
+        return found[: wanted.n]
 
 
 async def load(store: Store, attempt: AttemptId, policy: Callable[[str], ChatTemplate]) -> Session | None:
@@ -137,15 +130,23 @@ async def load(store: Store, attempt: AttemptId, policy: Callable[[str], ChatTem
         next_number=known["nodes"] + 1,
         faults=known["faults"],
     )
-    undelivered: dict[tuple[Digest, str], list[Node]] = {}
-    for node in nodes:
-        if node.finish == INTERRUPTED:
-            session.interrupted.setdefault(session.tree.prompt(node.number), []).append(node)
-        elif not node.delivered:
-            undelivered.setdefault((session.tree.prompt(node.number), node.call), []).append(node)
-    for (prompt, call), answers in undelivered.items():
-        done = asyncio.get_running_loop().create_future()
-        done.set_result(answers)
-        # What max_tokens was is not known any more: any request that is otherwise the same is taken for the retry.
-        session.pending.setdefault(prompt, []).append(Pending(call, done, (len(answers), ANY_LENGTH), connected=False))
+    await _open_calls(store, session, nodes)
     return session
+
+
+async def _open_calls(store: Store, session: Session, nodes: list[Node]) -> None:
+    """Put back what nobody got: whole answers, to be replayed, and broken-off ones, to be gone on with."""
+    by_call: dict[str, list[Node]] = {}
+    for node in nodes:
+        if not node.delivered:
+            by_call.setdefault(node.call, []).append(node)
+    asked = await store.read(lambda connection: load_asked(connection, list(by_call)))
+    for call, answers in by_call.items():
+        wanted, prompt = chat.parse_wanted(asked[call]), session.tree.prompt(answers[0].number)
+        broken_off = [node for node in answers if node.finish == INTERRUPTED]
+        if broken_off:
+            session.interrupted.setdefault((prompt, wanted), []).extend(broken_off)
+        elif len(answers) == wanted.n:
+            done = asyncio.get_running_loop().create_future()
+            done.set_result(answers)
+            session.pending.setdefault(prompt, []).append(Pending(call, done, wanted, waiting=0))

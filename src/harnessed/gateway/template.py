@@ -85,8 +85,8 @@ class ChatTemplate:
         text = self.added(messages, tools)
         if last not in self.stop_ids:
             return self.encode(text), 0
-        stop = self._tokenizer.id_to_token(last)
-        if text.startswith(stop):
+        stop = self._tokenizer.id_to_token(last)  # None: a row of the model without a token
+        if stop and text.startswith(stop):
             return self.encode(text.removeprefix(stop)), 0
         return self.encode(text), 1
 

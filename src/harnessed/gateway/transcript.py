@@ -73,6 +73,8 @@ class Tree:
     """Id of a tool call -> the node that made it."""
     _prompts: dict[int, Digest] = field(default_factory=dict)
     """Node -> the digest of the request that it answers."""
+    _calls: dict[str, list[int]] = field(default_factory=dict)
+    """Call -> the nodes that answer it."""
     _ends: dict[int, Digest] = field(default_factory=dict)
     """Node -> the digest of the conversation that ends in it."""
 
@@ -125,8 +127,11 @@ class Tree:
         proven = []
         for number in (place.follows, *place.known.values()):
             while number and not self.nodes[number].delivered:
-                self.nodes[number].delivered = True
-                proven.append(number)
+                # The answers of one call arrive together.
+                for each in self._calls[self.nodes[number].call]:
+                    if each in self.nodes and self.nodes[each].finish != INTERRUPTED:
+                        self.nodes[each].delivered = True
+                        proven.append(each)
                 number = self.nodes[number].follows
         return proven
 
@@ -134,6 +139,7 @@ class Tree:
         """Take in a recorded node, the answer to the request that `prompt` names."""
         self.nodes[node.number] = node
         self._prompts[node.number] = prompt
+        self._calls.setdefault(node.call, []).append(node.number)
         if node.finish == INTERRUPTED:
             return  # nobody got it, so nobody can repeat it
         self.children.setdefault(node.parent, []).append(node.number)

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from harnessed.gateway.wire.turn import Reply, Turn, WireError
+from harnessed.gateway.wire.turn import Reply, Turn, Wanted, WireError
 
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
@@ -21,6 +21,10 @@ def parse(body: bytes) -> Turn:
         raise _invalid(f"the body is not JSON: {error}") from None
     if not isinstance(request, dict):
         raise _invalid("the body must be a JSON object")
+    try:
+        orjson.dumps(request)  # what is recorded has to be written again
+    except orjson.JSONEncodeError as error:
+        raise _invalid(f"the request cannot be kept: {error}") from None
     if request.get("stream"):
         raise _invalid("this gateway answers Chat Completions unstreamed: send stream=false")
     if request.get("tool_choice") not in (None, "auto", "none"):
@@ -41,10 +45,17 @@ def parse(body: bytes) -> Turn:
         messages=messages,
         tools=_objects(request, "tools"),
         model=str(request.get("model") or "policy"),
+        wanted=parse_wanted(request),
+        asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
+    )
+
+
+def parse_wanted(request: dict[str, Any]) -> Wanted:
+    """Of a request, or of what was kept of it. Raises WireError (400)."""
+    return Wanted(
         n=_count(request, "n") or 1,
         max_tokens=_count(request, "max_completion_tokens") or _count(request, "max_tokens"),
-        stop=_stop_strings(request),
-        asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
+        stop=tuple(_stop_strings(request)),
     )
 
 

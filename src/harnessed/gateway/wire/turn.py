@@ -5,6 +5,17 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """How the answer is wanted; a request is only the retry of one that wanted the same."""
+
+    n: int = 1
+    """Answers."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    """Texts that end an answer; they are not delivered."""
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """One request of a harness: what it says, and how it wants the answer sampled."""
 
@@ -13,11 +24,7 @@ class Turn:
     tools: list[dict[str, Any]]
     model: str
     """Any name is served by the run's policy; the answer carries it back."""
-    n: int = 1
-    """Answers wanted."""
-    max_tokens: int | None = None
-    stop: list[str] = field(default_factory=list)
-    """Texts that end an answer; they are not delivered."""
+    wanted: Wanted = Wanted()
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
 

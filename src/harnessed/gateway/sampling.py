@@ -207,5 +207,5 @@ def _call_id() -> str:
 
 def _seed(session: Session, choice: int) -> int:
     """The same run on the same tasks draws the same numbers, whatever its ids and ports."""
-    name = f"{session.seed}/{session.index}/{session.calls}/{choice}"
+    name = f"{session.seed}/{session.index}/{session.calls + 1}/{choice}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())

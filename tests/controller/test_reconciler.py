@@ -92,7 +92,8 @@ def test_never_more_attempts_than_slots(shared: ScriptedGateway) -> None:
     names = [shared.add(f"slot.{index}", {"do": "daemons", "mark": "41000", "then": 0.3}) for index in range(5)]
     peak = 0
     while len(shared.ends.keys() & set(names)) < 5:
-        peak = max(peak, len(processes_with("41000")))
+        # Looking takes a while, in which one attempt can follow another: what is seen twice was there at one moment.
+        peak = max(peak, len(set(processes_with("41000")) & set(processes_with("41000"))))
     assert all(shared.end(name)["outcome"] == "ok" for name in names)
     assert max(claim["most"] for claim in shared.claims) == 2
     assert 3 <= peak <= 2 * 3  # each attempt is three processes

@@ -25,8 +25,9 @@ class House:
         self.folder = folder
         self.policy = policy
         self.engine = engine
-        self.http = openai.DefaultAsyncHttpxClient()
-        """For tests that make many clients: a client of its own costs each some time."""
+        self.http = openai.DefaultAsyncHttpxClient(timeout=60)
+        """Of all OpenAI clients. A client that is left to the garbage collector closes its connections in whichever
+        thread that runs in, the engine's for instance, and may cut off another client's."""
         self.world = ""
         """What a test has made of it, for all of its examples."""
         self._listener = listen()
@@ -68,7 +69,8 @@ class House:
         return await self.admin(claim("r", "controller", n, 3))
 
     def openai(self, key: str, **settings) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0} | settings)
+        settings = {"max_retries": 0, "http_client": self.http} | settings
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **settings)
 
     async def nodes(self, group: str = "g", index: int = 0):
         """Nodes of the last attempt of a rollout, as the trainer reads them."""
@@ -81,10 +83,10 @@ async def house(tmp_path) -> AsyncIterator[House]:
     policy = make_policy(tmp_path / "policy")
     with ScriptedEngine(lambda prompt, call: answer(f"answer {call}"), policy=policy) as engine:
         house = House(tmp_path, policy, engine)
-        await house.start()
-        await house.make_run()
-        try:
-            yield house
-        finally:
-            await house.http.aclose()
-            await house.stop()
+        async with house.http, house.admin:
+            await house.start()
+            try:
+                await house.make_run()
+                yield house
+            finally:
+                await house.stop()

@@ -206,14 +206,16 @@ async def test_what_cannot_be_done_is_refused_with_the_reason(house, call, statu
 
 async def test_control_routes_need_a_key(house):
     for key in ("", "nonsense"):
-        with pytest.raises(ApiError) as refusal:
-            await type(house.admin)(house.url, key)(list_rollouts("r"))
+        async with AsyncClient(house.url, key) as client:
+            with pytest.raises(ApiError) as refusal:
+                await client(list_rollouts("r"))
         assert refusal.value.status == 401
 
 
 async def test_a_gateway_that_is_not_there_is_unreachable():
-    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9"):
-        await AsyncClient("http://127.0.0.1:9")(list_rollouts("r"))
+    async with AsyncClient("http://127.0.0.1:9") as client:
+        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9"):
+            await client(list_rollouts("r"))
 
 
 async def test_events_of_an_unknown_rollout_are_an_empty_list(house):

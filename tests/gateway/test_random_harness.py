@@ -52,7 +52,7 @@ class RandomHarness:
     def __init__(self, house, random, key, *, chats):
         self.house = house
         self.random = random
-        self.client = house.openai(key, http_client=house.http)
+        self.client = house.openai(key)
         self.chats = chats
         self.threads = [[SYSTEM, user("task")]]
         self.received = []

@@ -39,7 +39,7 @@ def conversation(template: ChatTemplate, turns: int, tokens: int) -> tuple[list[
     Each request repeats the whole history, as harnesses do; the engine's part is left out.
     """
     tree, messages, seconds, received = Tree(), [], 0.0, 0
-    answer = template.encode(" ".join(WORDS * 5)) + template.stop_ids[:1]
+    answer = [*template.encode(" ".join(WORDS * 5)), template.stop_ids[0]]
     text = " ".join(WORDS[i % len(WORDS)] for i in range(tokens // turns - len(answer) - 8))
     for number in range(1, turns + 1):
         messages.append({"role": "user", "content": f"{number} {text}"})

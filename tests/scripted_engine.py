@@ -140,7 +140,7 @@ class ScriptedEngine:
         assert asked["logprobs"] and asked["return_token_ids"] and asked.get("n", 1) == 1
         tools = asked.get("tools", [])
         call = Logged(
-            prompt=self._template().first_segment(asked["messages"], tools),
+            prompt=self._template().first_segment(asked["messages"], tools).tolist(),
             stop=asked["stop_token_ids"],
             stop_strings=asked.get("stop", []),
             **{name: asked[name] for name in ("max_tokens", "temperature", "seed", "messages")},

@@ -20,7 +20,7 @@ def report(model: Path) -> int:
         table.add_row(finding.case, finding.verdict, finding.detail)
     console = Console(highlight=False)
     console.print(f"tokenizer: {template.size} tokens; context: {_context(model)}", markup=False)
-    console.print("stop tokens:", ", ".join(template.token(id) for id in template.stop_ids), markup=False)
+    console.print("stop tokens:", ", ".join(template.written([id]) for id in template.stop_ids), markup=False)
     console.print("tool calls: delivered as the text that the model wrote; there is no parser yet", markup=False)
     console.print(table)
     return 1 if examination.cases(Verdict.BROKEN) else 0

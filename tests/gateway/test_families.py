@@ -25,7 +25,7 @@ def test_the_first_segment_is_what_transformers_makes(family, tools, monkeypatch
 
     theirs = PreTrainedTokenizerFast.from_pretrained(FOLDER / family)
     expected = theirs.apply_chat_template(MESSAGES, tools=tools or None, add_generation_prompt=True, return_dict=False)
-    assert ChatTemplate(FOLDER / family).first_segment(MESSAGES, tools) == expected
+    assert ChatTemplate(FOLDER / family).first_segment(MESSAGES, tools).tolist() == expected
 
 
 TAILS = ["", ", tools declared"]
@@ -83,20 +83,31 @@ TURNS = [
 ]
 
 
+@pytest.mark.parametrize("family", PACKAGES)
+def test_a_long_text_is_encoded_in_pieces_that_make_the_same_tokens(family, monkeypatch):
+    monkeypatch.setattr("harnessed.gateway.template.PIECE", 1)
+    template = ChatTemplate(FOLDER / family)
+    special = [each.content for each in template._tokenizer.get_added_tokens_decoder().values()]
+    text = template.render(MESSAGES, TOOLS) + "".join(f"é {each} \n x{each}{each}  two " for each in special)
+    whole = template._tokenizer.encode(text, add_special_tokens=False).ids
+    assert template.encode(text).tolist() == whole
+    assert len(template._separate.findall(text)) > 4
+
+
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_2"])
 def test_six_turns_read_as_the_template_writes_them(family):
     """Each answer is sampled as the template writes it; what follows is bridged, and never rendered again."""
     template = ChatTemplate(FOLDER / family)
     history = list(MESSAGES)
-    context = template.first_segment(history, TOOLS)
+    context = template.first_segment(history, TOOLS).tolist()
     for answer, new in TURNS[:1] + TURNS[2:] if family == "llama3_2" else TURNS:  # it makes one call at a time
         prompt, whole = template.render(history, TOOLS), template.render([*history, answer, *new], TOOLS)
-        said = whole.removeprefix(prompt).partition(template.token(template.stop_ids[0]))[0]
+        said = whole.removeprefix(prompt).partition(template.written([template.stop_ids[0]]))[0]
         sampled = [*template.encode(said), template.stop_ids[0]]
         segment, cut = template.next_segment(new, TOOLS, sampled[-1])
         assert cut == 0
         history += [answer, *new]
-        context += sampled + segment
+        context += [*sampled, *segment]
         assert template.written(context) == template.render(history, TOOLS)
 
 

@@ -156,7 +156,7 @@ async def test_the_same_text_as_other_tokens_splits_the_row(chatting):
     (attempt,) = await house.attempts()
     first = await say(house, attempt.key, [USER])
     template = house.exchange.policy(str(house.policy))
-    prompt = template.first_segment([USER, told(first), USER], [])
+    prompt = template.first_segment([USER, told(first), USER], []).tolist()
     same = ids("answer 1")
     at = next(i for i in range(len(prompt)) if prompt[i : i + len(same)] == same)
     # The byte tokenizer has one way to write a text; so the stored answer is made to be another one of equal text.

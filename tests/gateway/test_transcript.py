@@ -96,7 +96,7 @@ def test_what_is_spliced_in_is_what_a_rendering_would_give(play):
     first = play.ask([SYSTEM, user("a"), user("v1")], "one")
     messages = [SYSTEM, user("a"), said(first), user("r"), user("v2")]
     play.ask(messages)
-    assert play.prompts[2] == play.template.first_segment(messages, [])
+    assert play.prompts[2] == play.template.first_segment(messages, []).tolist()
 
 
 def test_a_rendering_would_drift_and_the_transcript_does_not(tmp_path):

@@ -179,10 +179,10 @@ def _title(node: Node) -> str:
 
 def _coloured(template: ChatTemplate, node: Node, fates: list[tuple[Fate, int]]) -> Text:
     text = Text()
-    text.append("".join(template.token(id) for id in np.frombuffer(node.segment, np.int32).tolist()), "dim")
+    text.append("".join(template.written([id]) for id in np.frombuffer(node.segment, np.int32).tolist()), "dim")
     ids = np.frombuffer(node.answer, np.int32).tolist()
     for fate, tokens in fates:
-        text.append("|".join(template.token(id) for id in ids[:tokens]), COLOURS.get(fate, "red"))
+        text.append("|".join(template.written([id]) for id in ids[:tokens]), COLOURS.get(fate, "red"))
         text.append(f" ({fate})")
         ids = ids[tokens:]
     return text

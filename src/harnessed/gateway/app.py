@@ -34,10 +34,11 @@ SHUTDOWN_S = 1
 
 def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
     """Serve on a bound socket until SIGTERM or SIGINT. The folder holds the database and the secret."""
-    # Threads that read and encode giants give way to the event loop sooner than by default (5 ms), and the collector
-    # looks less often at the many small objects of transcripts: both are waits of every other call.
-    sys.setswitchinterval(0.0005)
-    gc.set_threshold(100_000, 50, 100)
+    # A thread that reads and encodes a giant gives way to the event loop sooner than by default (5 ms), and the
+    # collector looks neither at all young objects at once (10 ms) nor, as by default, at old ones all the time: each
+    # is a wait of every other call.
+    sys.setswitchinterval(0.00005)
+    gc.set_threshold(5_000, 5, 1000)
 
     async def run() -> None:
         async with gateway(folder, settings) as application:

@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import orjson
 
 from harnessed.records import UNKNOWN_VERSION, Dialect, EngineSpec
@@ -98,7 +99,8 @@ def ask(engine: EngineSpec, generation: Generation) -> bytes:
         }
         return orjson.dumps(common | chat)
     strings = {"stop_strings": generation.stop_strings} if generation.stop_strings else {}
-    return orjson.dumps(common | {"prompt": array("i", generation.prompt).tolist(), "stop": generation.stop} | strings)
+    tokens = {"prompt": np.frombuffer(generation.prompt, np.int32), "stop": generation.stop}
+    return orjson.dumps(common | tokens | strings, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def read(engine: EngineSpec, body: bytes) -> Generated:

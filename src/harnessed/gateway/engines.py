@@ -15,8 +15,6 @@ from harnessed.gateway.dialects import NOTHING, PATHS, Generated, Generation, No
 from harnessed.records import Dialect, Engine, EngineSpec
 
 HEALTH_LIMIT_S = 5.0
-LONG_PROMPT_BYTES = 64 * 2**10
-"""From this size on a request is written in a thread, so that it slows nobody else."""
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -138,12 +136,8 @@ class Engines:
         """Raises _Again or EngineFailed."""
         headers = {"content-type": "application/json"}
         url = engine.url + PATHS[engine.speaks]
-        if len(generation.prompt) < LONG_PROMPT_BYTES:
-            body = ask(engine, generation)
-        else:
-            body = await asyncio.to_thread(ask, engine, generation)
         try:
-            async with self._session.post(url, data=body, headers=headers) as response:
+            async with self._session.post(url, data=ask(engine, generation), headers=headers) as response:
                 body = await response.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise _Again(f"engine {engine.id} was not reached: {error}") from error

@@ -127,7 +127,7 @@ def _stop(template: ChatTemplate) -> Finding:
     detail = (
         "History writes another text after an answer than the stop that is sampled: the context branches before it."
     )
-    stops = [_MARK + template.token(id) for id in template.stop_ids]
+    stops = [_MARK + template.written([id]) for id in template.stop_ids]
     conversation = [*_EARLIER[0], {"role": "assistant", "content": _MARK}, _USER]
     findings = [_shows(template, "stop token", conversation, stop, detail) for stop in stops]
     return next((finding for finding in findings if finding.verdict == Verdict.EXACT), findings[0])

@@ -39,7 +39,7 @@ def by_text(tree: Tree, place: Place, messages: Messages, tools: Messages, templ
 
     reached = _deepest(tree, place, text, pieces)
     split = _split(tree, place, reached.node, lambda: text, template)
-    return Segment(reached.node, packed(template.encode(text[reached.end :])), reached.cut, split)
+    return Segment(reached.node, template.encode(text[reached.end :]).tobytes(), reached.cut, split)
 
 
 def by_ids(tree: Tree, place: Place, ids: list[int], template: ChatTemplate) -> Segment:

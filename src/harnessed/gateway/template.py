@@ -10,6 +10,8 @@ sampled is ever encoded again.
 import copy
 import datetime
 import json
+import re
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from harnessed.config import ConfigError
 
 Messages = list[dict[str, Any]]
 
+PIECE = 2**16
+"""Characters, at least, that are encoded at a time: to take over the tokens keeps other threads waiting."""
 _CALL = "probe"
 _CALLING = {
     "role": "assistant",
@@ -49,6 +53,7 @@ class ChatTemplate:
             raise ConfigError(f"policy.model: there is no folder {folder}")
         self._tokenizer = _read_tokenizer(folder)
         settings = _read_json(folder / "tokenizer_config.json")
+        self._separate = _separate(self._tokenizer)
         self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
         self._templates = {name: _compile(source) for name, source in _template_sources(folder, settings).items()}
         self._now = datetime.datetime.now()
@@ -71,11 +76,11 @@ class ChatTemplate:
         view._now = datetime.datetime.fromtimestamp(created)
         return view
 
-    def first_segment(self, messages: Messages, tools: Messages) -> list[int]:
+    def first_segment(self, messages: Messages, tools: Messages) -> "array[int]":
         """Tokens of a conversation from its beginning to the generation prompt."""
         return self.encode(self.render(messages, tools))
 
-    def next_segment(self, messages: Messages, tools: Messages, last: int) -> tuple[list[int], int]:
+    def next_segment(self, messages: Messages, tools: Messages, last: int) -> "tuple[array[int], int]":
         """Tokens between an answer and the next generation prompt, `messages` being what was said in between.
 
         `last` is the answer's last token. If it is the stop that the template writes, the segment starts after it. If
@@ -108,14 +113,15 @@ class ChatTemplate:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def token(self, id: int) -> str:
-        """One token as it stands in the text, special ones too; for people."""
-        text: str = self._tokenizer.decode([id], skip_special_tokens=False)
-        return text
-
-    def encode(self, text: str) -> list[int]:
-        # Of a batch, since only that lets other threads run meanwhile.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    def encode(self, text: str) -> "array[int]":
+        ids = array("i")
+        begin = 0
+        while begin < len(text):
+            found = self._separate.search(text, begin + PIECE)
+            end = found.start() if found else len(text)
+            # Of a batch, since only that lets other threads run meanwhile.
+            ids.extend(self._tokenizer.encode_batch_fast([text[begin:end]], add_special_tokens=False)[0].ids)
+            begin = end
         return ids
 
     def render(self, messages: Messages, tools: Messages) -> str:
@@ -186,6 +192,14 @@ def _read_tokenizer(folder: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _separate(tokenizer: Any) -> re.Pattern[str]:
+    """Special tokens that a tokenizer takes out of the text before all else, whatever stands around them: it encodes
+    what comes before one and what begins with it apart from each other."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    apart = [each for each in added if not (each.normalized or each.lstrip or each.single_word)]
+    return re.compile("|".join(re.escape(each.content) for each in apart if each.special) or "(?!)")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Tree:
 
     def segment(self, place: Place, tools: list[Message], template: ChatTemplate) -> Segment:
         """Encode what is new, after exactly what was sampled (`history: exact`). Raises TemplateError."""
-        ids: list[int] = []
+        ids = array("i")
         first_cut, before, begin = 0, place.follows, 0
         for end in [*place.known, len(place.new)]:
             piece = place.new[begin:end]
@@ -120,7 +120,7 @@ class Tree:
             if end < len(place.new):
                 before, begin = place.known[end], end + 1
                 ids += array("i", self.nodes[before].answer)
-        return Segment(place.follows, packed(ids), first_cut, Split.EDITED if place.known else "")
+        return Segment(place.follows, ids.tobytes(), first_cut, Split.EDITED if place.known else "")
 
     def prove_delivered(self, place: Place) -> list[int]:
         """A request that repeats answers shows that they arrived; the nodes that were not known to have."""

@@ -61,5 +61,5 @@ families: .cache/families
 	@$(VENV)/bin/python tests/families.py .cache/families
 
 benchmarks: $(SMOLLM2)/config.json
-	@echo "benchmarks: what transcripts cost, with limits and baselines; about a minute"
+	@echo "benchmarks: what transcripts cost, with limits and baselines; about two minutes"
 	@$(VENV)/bin/python benchmarks/transcripts.py $(SMOLLM2)

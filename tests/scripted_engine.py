@@ -9,6 +9,7 @@ Completions too, as vLLM does with `return_token_ids`: it applies the policy's t
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,8 +46,10 @@ class Scripted:
     """Before the answer."""
     status: int = 200
     """Otherwise an error of this status, with nothing sampled."""
+    pace_s: float = 0
+    """Between two tokens of a stream."""
     hang_up: bool = False
-    """Sample, count, and close the connection in place of an answer."""
+    """Sample, count, and close the connection in place of an answer; a stream has shown all of its tokens."""
 
 
 Script = Callable[[list[int], int], list[int] | Scripted]
@@ -63,6 +66,7 @@ class Logged:
     seed: int
     stop: list[int]
     stop_strings: list[str] = field(default_factory=list)
+    stream: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
     """In chat."""
     answer: list[int] = field(default_factory=list)
@@ -172,9 +176,10 @@ class ScriptedEngine:
         call.answer = answer.tokens[: call.max_tokens]
         call.finish = answer.finish if len(call.answer) == len(answer.tokens) else "length"
         self.sampled_tokens += len(call.answer)
-        if answer.hang_up:
-            return _HangUp()
-        return JSONResponse(answer_to(call, answer, number) | {"versions": [version.pack()] * len(call.answer)})
+        body = answer_to(call, answer, number) | {"versions": [version.pack()] * len(call.answer)}
+        if call.stream:
+            return _Stream(body, answer)
+        return _HangUp() if answer.hang_up else JSONResponse(body)
 
     def _template(self) -> ChatTemplate:
         """Read again where a test has changed it."""
@@ -241,6 +246,26 @@ class _HangUp(Response):
         start: Any = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1000")]}
         await send(start)
         # uvicorn closes the connection of an application that stops before its body is complete.
+
+
+class _Stream(Response):
+    """Each token by itself, then the whole answer."""
+
+    def __init__(self, body: dict[str, Any], scripted: Scripted) -> None:
+        self.status_code, self.background = 200, None
+        self._lines = [json.dumps({"tokens": [token]}).encode() + b"\n" for token in body["tokens"]]
+        self._end = json.dumps(body).encode() + b"\n"
+        self._scripted = scripted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
+        )
+        for line in self._lines:
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+            await asyncio.sleep(self._scripted.pace_s)
+        if not self._scripted.hang_up:
+            await send({"type": "http.response.body", "body": self._end})
 
 
 def _error(status: int, code: str, message: str) -> Response:

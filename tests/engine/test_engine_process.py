@@ -1,5 +1,6 @@
 """The engine as its clients meet it: a process behind HTTP."""
 
+import json
 import random
 import signal
 import socket
@@ -62,6 +63,42 @@ def test_many_at_once_get_what_each_gets_alone_and_every_token_is_counted(engine
     assert engine.health()["sampled_tokens"] - before == sum(range(1, 31))
     for body, answer in zip(bodies, together, strict=True):
         assert engine.generate(**body)["tokens"] == answer["tokens"]
+
+
+def lines(response):
+    """What a streamed answer showed, and its last line."""
+    *shown, last = map(json.loads, response.text.splitlines())
+    return [line["tokens"] for line in shown], last
+
+
+def test_a_stream_shows_the_tokens_before_the_answer_that_is_given_without_it(engine):
+    response = engine.post(stream=True, max_tokens=60)
+    shown, last = lines(response)
+    assert response.headers["content-type"] == "application/x-ndjson"
+    assert last == engine.generate(max_tokens=60)
+    together = [token for tokens in shown for token in tokens]
+    assert together == last["tokens"][: len(together)]
+    assert len(shown) > 5
+
+
+def test_streams_among_others_show_their_own_tokens(engine):
+    with ThreadPoolExecutor(8) as pool:
+        asked = [{"prompt": [i + 1], "seed": i, "max_tokens": 20 + i, "stream": i % 2 == 0} for i in range(8)]
+        answers = list(pool.map(lambda changes: engine.post(**changes), asked))
+    for changes, response in zip(asked, answers, strict=True):
+        shown, last = lines(response) if changes["stream"] else ([], response.json())
+        assert last["tokens"][: sum(map(len, shown))] == [token for tokens in shown for token in tokens]
+        assert last == engine.generate(**changes | {"stream": False}) | {"logprobs": last["logprobs"]}
+
+
+def test_the_first_tokens_of_a_stream_come_long_before_its_end_and_a_client_that_leaves_costs_no_count(engine):
+    before = engine.health()["sampled_tokens"]
+    body = {"prompt": [1], "max_tokens": 400, "temperature": 1, "seed": 0, "stream": True}
+    with engine.http.stream("POST", "/generate", json=body) as response:
+        assert json.loads(next(response.iter_lines()))["tokens"]
+        assert engine.health()["running"] == 1
+    health = engine.until(lambda health: health["running"] == 0)
+    assert health["sampled_tokens"] - before == 400
 
 
 def test_health_says_what_is_served(engine):
@@ -160,13 +197,20 @@ def test_the_scripted_engine_of_other_tests_speaks_the_same_protocol(engine):
         assert refused.json()["error"]["code"] == expected.json()["error"]["code"]
         assert [call.answer for call in fake.log] == [[5, 6, 7], [5] * 8, [], [1], []]
         assert scripted.health()["sampled_tokens"] == fake.sampled_tokens == 12
+        fake.script = lambda prompt, call: [5, 6]
+        for each in (scripted, engine):
+            response = each.post(stream=True)
+            shown, last = lines(response)
+            assert response.headers["content-type"] == "application/x-ndjson"
+            assert last == each.generate() | {"logprobs": last["logprobs"]}
+            assert shown[0] == last["tokens"][: len(shown[0])]
         with ThreadPoolExecutor() as pool:
             fake.script = lambda prompt, call: [call]
             scripted.pause()
             held = pool.submit(scripted.generate)
             scripted.until(lambda health: health["waiting"] == 1)
             scripted.resume()
-            assert held.result(timeout=5)["tokens"] == [6]
+            assert held.result(timeout=5)["tokens"] == [8]
 
 
 # From here on the weights are shared, and this process is the trainer.
@@ -243,6 +287,16 @@ def test_tokens_sampled_while_somebody_wrote_without_a_pause_are_given_to_nobody
     assert response.status_code == 503
     assert "POST /pause before writing" in response.json()["error"]["message"]
     assert len(engine.generate()["tokens"]) == 8
+
+
+def test_a_stream_whose_weights_were_written_ends_with_the_reason_and_no_answer(shared, trainer):
+    _, engine = shared
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.post, max_tokens=200, stream=True)
+        engine.until(lambda health: health["running"] == 1)
+        with trainer.writing(Version(0, trainer.version.number + 1)):
+            _, last = lines(running.result(timeout=20))
+    assert "POST /pause before writing" in last["error"]["message"]
 
 
 def test_a_generation_that_fails_answers_with_the_reason_and_the_engine_goes_on(shared, trainer, model):

@@ -24,7 +24,7 @@ from harnessed.client import (
     get_transcripts,
     post_reward,
 )
-from harnessed.gateway import api, exchange, lifecycle, sampling, session
+from harnessed.gateway import api, delivery, exchange, lifecycle, sampling, session
 from harnessed.gateway.keys import Key, Scope
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import WireError
@@ -404,7 +404,7 @@ async def test_a_key_in_the_path_or_in_another_header_serves_as_well(house):
         (b"{}", "at least one message"),
         (b'{"messages": "hi"}', "list of objects"),
         (b'{"messages": [{"content": "x"}]}', "role"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stream": true}', "stream"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "stream": true, "stream_options": 1}', "stream_options"),
         (b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}', "stop"),
         (b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', "tool_choice"),
         (b'{"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}', "response_format"),
@@ -551,7 +551,7 @@ async def test_several_answers_that_nobody_took_are_replayed_together_after_a_re
 async def test_an_answer_is_stored_before_it_is_sent(house, monkeypatch):
     """A kill between the two must never lose what a client has."""
     order = []
-    record, send = sampling.record_answers, exchange._send
+    record, send = sampling.record_answers, delivery.send_json
 
     def recorded(connection, *rest):
         time.sleep(0.2)
@@ -563,7 +563,7 @@ async def test_an_answer_is_stored_before_it_is_sent(house, monkeypatch):
         await send(*rest)
 
     monkeypatch.setattr(sampling, "record_answers", recorded)
-    monkeypatch.setattr(exchange, "_send", sent)
+    monkeypatch.setattr(delivery, "send_json", sent)
     (attempt,) = await house.attempts()
     await say(house, attempt.key, [USER])
     assert order == ["stored", "sent"]

@@ -16,6 +16,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from policies import TEMPLATE, make_policy
 from scripted_engine import Scripted
 from test_splits import STRIPPING
@@ -178,17 +179,23 @@ class RandomHarness:
     async def ask(self, messages, *, n=1, tools=(), answers=None):
         """One answer as the harness keeps it. Raises Failed."""
         self.planned += [self.planned_answer() for _ in range(n)] if answers is None else answers
+        streams = self.random.random() < 0.5
         try:
             completion = await self.client.chat.completions.create(
-                model="m", messages=list(messages), n=n, **({"tools": list(tools)} if tools else {})
+                model="m", messages=list(messages), n=n, stream=streams, **({"tools": list(tools)} if tools else {})
             )
+            if streams:
+                state = ChatCompletionStreamState()
+                async for chunk in completion:
+                    state.handle_chunk(chunk)
+                completion = state.current_completion_snapshot
         except openai.APIStatusError as error:
             assert error.status_code in (400, 503), error
             raise Failed from error
         except openai.APIConnectionError as error:  # the gateway died
             raise Failed from error
         messages = [choice.message.to_dict() for choice in completion.choices]
-        self.received.append((completion.id.removeprefix("chatcmpl-"), [m.get("content") for m in messages]))
+        self.received.append((completion.id.removeprefix("chatcmpl-"), [m.get("content") or "" for m in messages]))
         return self.random.choice(messages)
 
     def planned_answer(self, *kinds):
@@ -259,7 +266,7 @@ def check_received(harness, nodes):
     """What a client got is what is stored, and it is marked as delivered."""
     for call, texts in harness.received:
         answers = [node for node in nodes if node.call == call]
-        assert [node.message.get("content") for node in answers] == texts
+        assert [node.message.get("content") or "" for node in answers] == texts
         assert all(node.delivered for node in answers)
 
 

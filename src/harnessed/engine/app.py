@@ -1,8 +1,9 @@
 """The engine's HTTP interface, used by the gateway (generate, health) and the trainer (pause, resume).
 
     POST /generate  {"prompt": [id], "max_tokens": int, "temperature": float, "seed": int, "stop": [id],
-                     "stop_strings": [text]}
+                     "stop_strings": [text], "stream": bool}
                  -> {"tokens": [id], "logprobs": [float], "versions": [packed version], "finish": "stop" | "length"}
+                    With `stream`, lines of {"tokens": [id]} come before it: what was sampled since the last one.
     GET  /health -> {"status": "ok" | "unusable", "reason": why it is unusable, "model": name, "version": packed,
                      "sampled_tokens": int, "running": int, "waiting": int, "paused": bool, "context": tokens}
     POST /pause     answers when no generation runs any more; later ones wait
@@ -25,7 +26,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
@@ -50,6 +51,7 @@ class GenerateRequest(Record):
     """The same seed, prompt and weights give the same answer, whatever else is generated at the time."""
     stop: list[int] = Field(default_factory=list)
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stream: bool = False
 
 
 class Refusal(Exception):
@@ -73,11 +75,24 @@ class Routes:
         self._context = context
 
     async def generate(self, request: Request) -> Response:
-        sequence = _read(await request.body(), self._vocabulary, self._context, self._tokenizer)
+        sequence, stream = _read(await request.body(), self._vocabulary, self._context, self._tokenizer)
+        grown = asyncio.Event()
         # After the body, the next message says that the client went away.
         gone = asyncio.ensure_future(request.receive())
+        answer = asyncio.create_task(self._answer(sequence, gone, grown if stream else None))
+        if stream:
+            answer.add_done_callback(asyncio.Future.exception)  # nobody may be left to hear it
+            await _first(answer, grown)
+        if not stream or answer.done():  # a refusal keeps its status
+            return _json(await answer)
+        return StreamingResponse(_lines(sequence, answer, grown), media_type="application/x-ndjson")
+
+    async def _answer(
+        self, sequence: Sequence, gone: asyncio.Future[Any], grown: asyncio.Event | None
+    ) -> dict[str, Any]:
+        """What is answered when the sequence has ended. Raises Refusal."""
         try:
-            version = await self._queue.generate(sequence, gone)
+            version = await self._queue.generate(sequence, gone, grown)
         except Unavailable as error:
             raise Refusal(503, "unavailable", str(error)) from error
         except Failed as error:
@@ -86,14 +101,12 @@ class Routes:
             gone.cancel()
         if version is None:
             raise Refusal(499, "client_gone", "the client closed its connection before the generation began")
-        return _json(
-            {
-                "tokens": sequence.tokens,
-                "logprobs": sequence.logprobs,
-                "versions": [version.pack()] * len(sequence.tokens),
-                "finish": sequence.finish,
-            }
-        )
+        return {
+            "tokens": sequence.tokens,
+            "logprobs": sequence.logprobs,
+            "versions": [version.pack()] * len(sequence.tokens),
+            "finish": sequence.finish,
+        }
 
     async def health(self, _: Request) -> Response:
         version, reason = self._queue.served()
@@ -145,7 +158,32 @@ def make_app(queue: Queue, name: str, vocabulary: int, context: int, tokenizer: 
     )
 
 
-def _read(body: bytes, vocabulary: int, context: int, tokenizer: Tokenizer | None) -> Sequence:
+async def _first(answer: "asyncio.Task[dict[str, Any]]", grown: asyncio.Event) -> None:
+    """Returns when there are new tokens, or all."""
+    growing = asyncio.create_task(grown.wait())
+    await asyncio.wait({answer, growing}, return_when=asyncio.FIRST_COMPLETED)
+    growing.cancel()
+    grown.clear()
+
+
+async def _lines(
+    sequence: Sequence, answer: "asyncio.Task[dict[str, Any]]", grown: asyncio.Event
+) -> AsyncIterator[bytes]:
+    told = 0
+    while not answer.done():
+        new = sequence.tokens[told:]
+        told += len(new)
+        if new:
+            yield orjson.dumps({"tokens": new}, option=orjson.OPT_APPEND_NEWLINE)
+        await _first(answer, grown)
+    try:
+        yield orjson.dumps(answer.result(), option=orjson.OPT_APPEND_NEWLINE)
+    except Refusal as error:
+        yield orjson.dumps({"error": {"message": str(error), "code": error.code}}, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _read(body: bytes, vocabulary: int, context: int, tokenizer: Tokenizer | None) -> tuple[Sequence, bool]:
+    """What is to be sampled, and whether it is to be streamed. Raises Refusal."""
     try:
         asked = GenerateRequest.model_validate_json(body)
     except ValidationError as error:
@@ -166,7 +204,8 @@ def _read(body: bytes, vocabulary: int, context: int, tokenizer: Tokenizer | Non
         if tokenizer is None:
             raise Refusal(400, "no_tokenizer", "stop_strings need a tokenizer.json in the model's folder")
         ended = _ended(tokenizer, asked.stop_strings)
-    return Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, frozenset(asked.stop), ended)
+    sequence = Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, frozenset(asked.stop), ended)
+    return sequence, asked.stream
 
 
 def _ended(tokenizer: Tokenizer, strings: list[str]) -> Callable[[list[int]], bool]:

@@ -41,10 +41,11 @@ class Failed(Exception):
 class _Request:
     """A sequence from its arrival to its answer."""
 
-    __slots__ = ("done", "sequence")
+    __slots__ = ("done", "grown", "sequence")
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, grown: asyncio.Event | None) -> None:
         self.sequence = sequence
+        self.grown = grown
         self.done: asyncio.Future[Version] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: Exception) -> None:
@@ -89,12 +90,14 @@ class Queue:
             return self._version, str(error)
         return self._version, ""
 
-    async def generate(self, sequence: Sequence, gone: asyncio.Future[Any]) -> Version | None:
-        """Returns when the sequence has ended, with the version that sampled it.
+    async def generate(
+        self, sequence: Sequence, gone: asyncio.Future[Any], grown: asyncio.Event | None = None
+    ) -> Version | None:
+        """Returns when the sequence has ended, with the version that sampled it; sets `grown` for its tokens before.
 
         None: `gone` was done before it began, and it will not. Raises Unavailable or Failed.
         """
-        request = _Request(sequence)
+        request = _Request(sequence, grown)
         self._waiting.append(request)
         self._look()
         await asyncio.wait({request.done, gone}, timeout=QUEUE_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +159,9 @@ class Queue:
             if not self._running:
                 return
             self._look()
-            await loop.run_in_executor(self._worker, batch.advance, [request.sequence for request in new], self._attend)
+            await loop.run_in_executor(
+                self._worker, batch.advance, [request.sequence for request in new], lambda: self._attend(loop)
+            )
             if self._readable() != version:
                 raise Unavailable("the weights were written during the generation: POST /pause before writing them")
             for request in self._running:
@@ -172,8 +177,10 @@ class Queue:
             return 0
         return min(len(self._waiting), self._most - len(self._running))
 
-    def _attend(self) -> bool:
+    def _attend(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Asked by the worker after each token: is it to return?"""
+        for grown in [request.grown for request in self._running if request.grown]:
+            loop.call_soon_threadsafe(grown.set)
         return self._room() > 0 or self._ending.is_set()
 
     def _readable(self) -> Version | None:

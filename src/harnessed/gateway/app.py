@@ -98,6 +98,11 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
             routes=[
                 Route("/v1/chat/completions", exchange, methods=["POST"]),
                 Route("/a/{key}/v1/chat/completions", exchange, methods=["POST"]),
+                *(
+                    Route(f"{at}/v1/models{one}", exchange.models)
+                    for at in ("", "/a/{key}")
+                    for one in ("", "/{model:path}")
+                ),
                 *api.routes(),
             ]
         )

@@ -16,6 +16,8 @@ import orjson
 from harnessed.records import UNKNOWN_VERSION, Dialect, EngineSpec
 
 PATHS = {Dialect.TOKENS: "/generate", Dialect.CHAT: "/v1/chat/completions"}
+STREAM = "application/x-ndjson"
+"""The content type of an answer with previews."""
 _FINISHES = {"stop": "stop", "tool_calls": "stop", "length": "length", "abort": "interrupted"}
 
 
@@ -79,8 +81,8 @@ class NoAnswer(Exception):
     """What the engine said is no answer of its protocol; the text says why."""
 
 
-def ask(engine: EngineSpec, generation: Generation) -> bytes:
-    """The request's body."""
+def ask(engine: EngineSpec, generation: Generation, *, stream: bool = False) -> bytes:
+    """The request's body. `stream`: with previews, from an engine that speaks tokens."""
     common = {"max_tokens": generation.max_tokens, "temperature": generation.temperature, "seed": generation.seed}
     if engine.speaks == Dialect.CHAT:
         chat = {
@@ -99,8 +101,19 @@ def ask(engine: EngineSpec, generation: Generation) -> bytes:
         }
         return orjson.dumps(common | chat)
     strings = {"stop_strings": generation.stop_strings} if generation.stop_strings else {}
-    tokens = {"prompt": np.frombuffer(generation.prompt, np.int32), "stop": generation.stop}
+    tokens = {"prompt": np.frombuffer(generation.prompt, np.int32), "stop": generation.stop, "stream": stream}
     return orjson.dumps(common | tokens | strings, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def read_preview(line: bytes) -> list[int] | None:
+    """Of a stream the tokens that are new; None: the line is its last. Raises NoAnswer."""
+    try:
+        said = orjson.loads(line)
+        if "finish" in said:
+            return None
+        return array("i", said["tokens"]).tolist()
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise NoAnswer(f"broke its stream off: {line[:200].decode(errors='replace')}") from None
 
 
 def read(engine: EngineSpec, body: bytes) -> Generated:
@@ -136,7 +149,7 @@ def _read_chat(answer: dict[str, Any]) -> Generated:
     logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
     message = {key: value for key, value in choice["message"].items() if value} | {"role": "assistant"}
     message.setdefault("content", None)
-    if not isinstance(message["content"], str | list | None):
+    if not isinstance(message["content"], str | None):
         raise ValueError("its content is no text")
     orjson.dumps(message)  # what is recorded has to be written again
     if not all(isinstance(call, dict) for call in message.get("tool_calls", [])):

@@ -11,7 +11,18 @@ from dataclasses import replace
 import aiohttp
 import orjson
 
-from harnessed.gateway.dialects import NOTHING, PATHS, Generated, Generation, NoAnswer, ask, read
+from harnessed.gateway.dialects import (
+    NOTHING,
+    PATHS,
+    STREAM,
+    Generated,
+    Generation,
+    NoAnswer,
+    ask,
+    read,
+    read_preview,
+)
+from harnessed.gateway.preview import Preview
 from harnessed.records import Dialect, Engine, EngineSpec
 
 HEALTH_LIMIT_S = 5.0
@@ -48,7 +59,14 @@ class Engines:
     def register(self, engine: EngineSpec) -> None:
         self._engines[engine.id] = engine
 
-    async def generate(self, run: str, rollout: str, generation: Generation, kept: Generated = NOTHING) -> Generated:
+    async def generate(
+        self,
+        run: str,
+        rollout: str,
+        generation: Generation,
+        kept: Generated = NOTHING,
+        preview: Preview | None = None,
+    ) -> Generated:
         """Sample one answer, of which `kept` was sampled before.
 
         While the engine cannot be reached it is asked again, within the time limit; an answer that it breaks off goes
@@ -62,8 +80,10 @@ class Engines:
                 if len(kept.tokens) >= generation.max_tokens:
                     return replace(kept, finish="length")
                 engine = self._of(run, rollout)
+                if preview:
+                    preview.begin(kept.tokens)
                 try:
-                    kept = kept.then(await self._ask(engine, generation.after(kept)))
+                    kept = kept.then(await self._ask(engine, generation.after(kept), preview))
                     if kept.finish != NOTHING.finish:
                         self._trouble.pop(engine.id, None)
                         return kept
@@ -132,15 +152,21 @@ class Engines:
             raise EngineFailed(f"run {run} has no engine: register one")
         return serving[int.from_bytes(hashlib.blake2b(rollout.encode(), digest_size=4).digest()) % len(serving)]
 
-    async def _ask(self, engine: EngineSpec, generation: Generation) -> Generated:
+    async def _ask(self, engine: EngineSpec, generation: Generation, preview: Preview | None) -> Generated:
         """Raises _Again or EngineFailed."""
         headers = {"content-type": "application/json"}
         url = engine.url + PATHS[engine.speaks]
         try:
-            async with self._session.post(url, data=ask(engine, generation), headers=headers) as response:
-                body = await response.read()
+            body = ask(engine, generation, stream=preview is not None)
+            async with self._session.post(url, data=body, headers=headers) as response:
+                if preview and response.content_type == STREAM:
+                    body = await _follow(response, preview)
+                else:
+                    body = await response.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise _Again(f"engine {engine.id} was not reached: {error}") from error
+        except NoAnswer as error:
+            raise EngineFailed(f"engine {engine.id} {error}") from error
         except aiohttp.ClientError as error:
             raise EngineFailed(f"engine {engine.id}: {type(error).__name__} {error}") from error
         except TimeoutError:
@@ -153,6 +179,19 @@ class Engines:
             return read(engine, body)
         except NoAnswer as error:
             raise EngineFailed(f"engine {engine.id} {error}") from error
+
+
+async def _follow(response: aiohttp.ClientResponse, preview: Preview) -> bytes:
+    """Show the tokens of a stream; its last line, which is the whole answer. Raises NoAnswer."""
+    rest = b""
+    async for piece in response.content.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            new = read_preview(line)
+            if new is None:
+                return line
+            preview.add(new)
+    raise NoAnswer("ended its stream without an answer")
 
 
 def _reason(body: bytes, status: int) -> str:

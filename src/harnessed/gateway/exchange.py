@@ -14,15 +14,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from harnessed.config import ConfigError
+from harnessed.gateway.delivery import deliver, send_json
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
+from harnessed.gateway.preview import Preview
 from harnessed.gateway.recording import AttemptId, admit, mark_delivered, record_faults
 from harnessed.gateway.sampling import LIMIT, Sampler
 from harnessed.gateway.session import Pending, Session, load
@@ -31,8 +35,8 @@ from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Place, Segment
 from harnessed.gateway.wire import chat
-from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError
-from harnessed.records import Dialect, History, Node
+from harnessed.gateway.wire.turn import Turn, WireError
+from harnessed.records import Dialect, History
 
 T = TypeVar("T")
 MOST_BODY_BYTES = 64 * 2**20
@@ -65,15 +69,22 @@ class Exchange:
             pending = session.retried(turn, place, _retry_count(scope))
             if pending is None:
                 pending = self._begin(session, turn, place, segment)
-            if not await _outlasts(receive, pending.answers):
-                pending.waiting -= 1
-                return
-            answer = chat.render(_reply(session, pending, turn))
+            arrived = await deliver(receive, send, session, pending, turn)
         except WireError as error:
-            await _send(send, error.status, chat.render_error(error))
-        else:
-            await _send(send, 200, answer)
+            await send_json(send, error.status, chat.render_error(error))
+            return
+        if arrived:
             self._delivered(session, place, pending)
+        else:
+            pending.waiting -= 1
+
+    async def models(self, request: Request) -> Response:
+        """What SDKs ask before they call. Every name is served by the run's policy."""
+        try:
+            self._key(request.scope)
+        except WireError as error:
+            return Response(chat.render_error(error), error.status, media_type="application/json")
+        return Response(chat.render_models(request.path_params.get("model")), media_type="application/json")
 
     def close(self) -> None:
         self._encoder.shutdown(wait=False)
@@ -192,8 +203,9 @@ class Exchange:
         call, now = secrets.token_hex(8), time.time()
         session.calls += 1
         self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn.asked, now))
-        answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call))
-        pending = Pending(call, answers, turn.wanted)
+        previews = [Preview() for _ in choices] if turn.stream else []
+        answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call, previews))
+        pending = Pending(call, answers, turn.wanted, previews)
         session.wait_for(place.prompt, pending)
         return pending
 
@@ -207,16 +219,6 @@ class Exchange:
 
 def _ended(attempt: AttemptId) -> WireError:
     return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
-
-
-def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
-    nodes = pending.answers.result()
-    prompt_tokens = session.tree.length(nodes[0].number) - nodes[0].sampled
-    choices = [
-        Choice(node.message, "tool_calls" if node.message.get("tool_calls") else node.finish, node.sampled)
-        for node in nodes
-    ]
-    return Reply(pending.id, turn.model, time.time(), prompt_tokens, choices)
 
 
 def _retry_count(scope: Scope) -> int:
@@ -237,25 +239,3 @@ async def _read_body(receive: Receive) -> bytes:
             raise WireError(413, "too_large", f"the request is larger than {MOST_BODY_BYTES} bytes")
         if not message.get("more_body"):
             return b"".join(pieces)
-
-
-async def _outlasts(receive: Receive, answers: "asyncio.Future[list[Node]]") -> bool:
-    """Wait for the answers; False if the client left before."""
-    gone = asyncio.create_task(_disconnect(receive))
-    try:
-        waited: set[asyncio.Future[Any]] = {answers, gone}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        return not gone.done()
-    finally:
-        gone.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _send(send: Send, status: int, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

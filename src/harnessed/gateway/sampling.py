@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines
 from harnessed.gateway.lifecycle import Refused
+from harnessed.gateway.preview import Preview
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Session
 from harnessed.gateway.splits import by_ids
@@ -77,9 +78,15 @@ class Sampler:
             for choice, node in zip_longest(range(turn.wanted.n), begun)
         ]
 
-    async def sample(self, session: Session, turn: Turn, place: Place, choices: list[Wanted], call: str) -> list[Node]:
-        """Ask the engine for every answer of the call and record them; they are durable when this returns."""
-        given = await asyncio.gather(*(self._answer(session, choice) for choice in choices), return_exceptions=True)
+    async def sample(
+        self, session: Session, turn: Turn, place: Place, choices: list[Wanted], call: str, previews: list[Preview]
+    ) -> list[Node]:
+        """Ask the engine for every answer of the call and record them; they are durable when this returns.
+
+        `previews`, if somebody streams: one for each answer.
+        """
+        answers = (self._answer(session, *each) for each in zip_longest(choices, previews))
+        given = await asyncio.gather(*answers, return_exceptions=True)
         failure = next((error for error in given if isinstance(error, BaseException)), None)
         if failure is None:
             session.faults.pop(place.prompt.hex(), None)
@@ -100,9 +107,9 @@ class Sampler:
             self._explain(session, place, failure)
         return nodes
 
-    async def _answer(self, session: Session, choice: Wanted) -> Generated:
+    async def _answer(self, session: Session, choice: Wanted, preview: Preview | None) -> Generated:
         kept = _kept(choice.begun) if choice.begun else NOTHING
-        return await self._engines.generate(session.run, session.attempt[0], choice.generation, kept)
+        return await self._engines.generate(session.run, session.attempt[0], choice.generation, kept, preview)
 
     def _explain(self, session: Session, place: Place, failure: BaseException) -> NoReturn:
         """Tell the harness, in its terms, why it gets no answer."""

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from harnessed.gateway.preview import Preview
 from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_asked, load_attempt, load_nodes
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
@@ -25,6 +26,8 @@ class Pending:
     answers: "asyncio.Future[list[Node]]"
     """Done once they are durable."""
     wanted: Wanted
+    previews: list[Preview] = field(default_factory=list)
+    """One for each answer, if the client that asked first streams."""
     waiting: int = 1
     """Clients that wait for it and have not been seen to leave."""
 

@@ -64,6 +64,8 @@ class ChatTemplate:
             if _CALL not in self._try([_CALLING]):
                 self._nothing = ""
         self.stop_ids = self._stop_ids(folder)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._silent = {id for id, token in added.items() if token.special} | set(self.stop_ids)
 
     @property
     def size(self) -> int:
@@ -105,8 +107,20 @@ class ChatTemplate:
 
     def text(self, answer: list[int], *, stopped: bool) -> str:
         """The text of sampled tokens, without the stop token; a character cut in two by the end is left out."""
-        text: str = self._tokenizer.decode(answer[:-1] if stopped else answer, skip_special_tokens=True)
-        return text if stopped else text.rstrip("\ufffd")
+        return self.said(answer[:-1]) if stopped else self.said(answer).rstrip("\ufffd")
+
+    def said(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def is_silent(self, id: int) -> bool:
+        """Whether a token has no text in an answer: special ones, and stops."""
+        return id in self._silent
+
+    def is_byte(self, id: int) -> bool:
+        """Whether a token stands for one byte (byte fallback): the text of such a run is only known at its end."""
+        return re.fullmatch("<0x[0-9A-Fa-f]{2}>", self._tokenizer.id_to_token(id) or "") is not None
 
     def written(self, ids: list[int]) -> str:
         """Tokens as they stand in the text, special ones too."""

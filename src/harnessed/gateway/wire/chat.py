@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions, unstreamed (platform.openai.com/docs/api-reference/chat).
+"""OpenAI Chat Completions (platform.openai.com/docs/api-reference/chat).
 
 Unknown fields and model names pass; what cannot be honoured without changing the answer's meaning is refused.
 """
@@ -9,6 +9,8 @@ import orjson
 
 from harnessed.gateway.wire.turn import Reply, Turn, Wanted, WireError
 
+POLICY = "policy"
+"""A name for the run's policy, which is served under every name."""
 MOST_CHOICES = 128
 MOST_STOP_STRINGS = 16
 
@@ -25,8 +27,9 @@ def parse(body: bytes) -> Turn:
         orjson.dumps(request)  # what is recorded has to be written again
     except orjson.JSONEncodeError as error:
         raise _invalid(f"the request cannot be kept: {error}") from None
-    if request.get("stream"):
-        raise _invalid("this gateway answers Chat Completions unstreamed: send stream=false")
+    options = request.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise _invalid("`stream_options` must be an object")
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise _invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
     if isinstance(grammar := request.get("response_format"), dict) and grammar.get("type") != "text":
@@ -44,8 +47,10 @@ def parse(body: bytes) -> Turn:
     return Turn(
         messages=messages,
         tools=_objects(request, "tools"),
-        model=str(request.get("model") or "policy"),
+        model=str(request.get("model") or POLICY),
         wanted=parse_wanted(request),
+        stream=bool(request.get("stream")),
+        usage=bool(options.get("include_usage")),
         asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
     )
 
@@ -61,7 +66,6 @@ def parse_wanted(request: dict[str, Any]) -> Wanted:
 
 def render(reply: Reply) -> bytes:
     """The response body."""
-    sampled = sum(choice.tokens for choice in reply.choices)
     return orjson.dumps(
         {
             "id": f"chatcmpl-{reply.id}",
@@ -72,13 +76,66 @@ def render(reply: Reply) -> bytes:
                 {"index": index, "message": choice.message, "logprobs": None, "finish_reason": choice.finish}
                 for index, choice in enumerate(reply.choices)
             ],
-            "usage": {
-                "prompt_tokens": reply.prompt_tokens,
-                "completion_tokens": sampled,
-                "total_tokens": reply.prompt_tokens + sampled,
-            },
+            "usage": _usage(reply),
         }
     )
+
+
+class Stream:
+    """The same answer as server-sent events."""
+
+    def __init__(self, turn: Turn, call: str, created: float) -> None:
+        self._usage = turn.usage
+        self._common = {
+            "id": f"chatcmpl-{call}",
+            "object": "chat.completion.chunk",
+            "created": int(created),
+            "model": turn.model,
+        }
+
+    def begin(self, n: int) -> bytes:
+        """Of n answers."""
+        return b"".join(self._delta(index, {"role": "assistant", "content": ""}) for index in range(n))
+
+    def text(self, index: int, text: str) -> bytes:
+        """More of one answer."""
+        return self._delta(index, {"content": text}) if text else b""
+
+    def end(self, reply: Reply) -> bytes:
+        """What follows the texts. Calls come whole."""
+        events = []
+        for index, choice in enumerate(reply.choices):
+            calls = [call | {"index": i} for i, call in enumerate(choice.message.get("tool_calls") or [])]
+            others = {k: v for k, v in choice.message.items() if k not in ("role", "content", "tool_calls") and v}
+            if calls or others:
+                events.append(self._delta(index, others | ({"tool_calls": calls} if calls else {})))
+            events.append(self._delta(index, {}, choice.finish))
+        if self._usage:
+            events.append(_event(self._common | {"choices": [], "usage": _usage(reply)}))
+        return b"".join(events) + b"data: [DONE]\n\n"
+
+    def _delta(self, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return _event(self._common | {"choices": [choice]} | ({"usage": None} if self._usage else {}))
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    sampled = sum(choice.tokens for choice in reply.choices)
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": reply.prompt_tokens + sampled,
+    }
+
+
+def render_models(name: str | None) -> bytes:
+    """The model of that name, or the list of those that there are (platform.openai.com/docs/api-reference/models)."""
+    model = {"id": name or POLICY, "object": "model", "created": 0, "owned_by": "harnessed"}
+    return orjson.dumps(model if name else {"object": "list", "data": [model]})
 
 
 def render_error(error: WireError) -> bytes:

@@ -25,6 +25,10 @@ class Turn:
     model: str
     """Any name is served by the run's policy; the answer carries it back."""
     wanted: Wanted = Wanted()
+    stream: bool = False
+    """Whether the answer is wanted as it is made."""
+    usage: bool = False
+    """Whether a stream is to tell how many tokens there were."""
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
 

@@ -1,0 +1,104 @@
+"""How an answer reaches the client: whole, or as a stream while it is sampled. `exchange.py` calls `deliver`."""
+
+import asyncio
+import time
+from itertools import count
+from typing import Any
+
+from starlette.types import Receive, Send
+
+from harnessed.gateway.preview import Broken, Unfolding
+from harnessed.gateway.session import Pending, Session
+from harnessed.gateway.wire import chat
+from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError
+from harnessed.records import Node
+
+_EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+async def deliver(receive: Receive, send: Send, session: Session, pending: Pending, turn: Turn) -> bool:
+    """Send a call's answer; False if it did not arrive whole. Raises WireError before the first byte."""
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        return await (_stream if turn.stream else _whole)(send, gone, session, pending, turn)
+    finally:
+        gone.cancel()
+
+
+async def _whole(send: Send, gone: "asyncio.Task[None]", session: Session, pending: Pending, turn: Turn) -> bool:
+    """Send the answer once it is recorded; False if the client left before. Raises WireError."""
+    await _first(pending.answers, gone, [])
+    if gone.done():
+        return False
+    await send_json(send, 200, chat.render(_reply(session, pending, turn)))
+    return True
+
+
+async def _stream(send: Send, gone: "asyncio.Task[None]", session: Session, pending: Pending, turn: Turn) -> bool:
+    """Send the answer as it is made, its end once it is recorded; False if the client left before.
+
+    Raises WireError before the first byte. After it there is no status to tell of a failure, and the stream stays
+    without its end: the server closes a connection whose response is not complete.
+    """
+    stream = chat.Stream(turn, pending.id, time.time())
+    texts = [Unfolding(session.template, turn.wanted.stop) for _ in range(turn.wanted.n)]
+    begun = False
+
+    async def tell(new: list[str], end: bytes = b"") -> None:
+        nonlocal begun
+        events = b"".join(map(stream.text, count(), new)) + end
+        if events and not begun:
+            begun, events = True, stream.begin(turn.wanted.n) + events
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        if events:
+            await send({"type": "http.response.body", "body": events, "more_body": not end})
+
+    try:
+        while not pending.answers.done():
+            changes = [preview.changed for preview in pending.previews]
+            await tell([text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)])
+            await _first(pending.answers, gone, changes)
+            if gone.done():
+                return False
+        reply = _reply(session, pending, turn)
+        rests = [
+            text.end(choice.message.get("content") or "") for text, choice in zip(texts, reply.choices, strict=True)
+        ]
+    except (Broken, WireError):
+        if begun:
+            return False
+        raise
+    await tell(rests, stream.end(reply))
+    return True
+
+
+def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
+    nodes = pending.answers.result()
+    prompt_tokens = session.tree.length(nodes[0].number) - nodes[0].sampled
+    choices = [
+        Choice(node.message, "tool_calls" if node.message.get("tool_calls") else node.finish, node.sampled)
+        for node in nodes
+    ]
+    return Reply(pending.id, turn.model, time.time(), prompt_tokens, choices)
+
+
+async def _first(
+    answers: "asyncio.Future[list[Node]]", gone: "asyncio.Task[None]", changes: list[asyncio.Event]
+) -> None:
+    """Returns when there are answers, new tokens, or nobody to send them to."""
+    changing = [asyncio.create_task(change.wait()) for change in changes]
+    waited: set[asyncio.Future[Any]] = {answers, gone, *changing}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    for each in changing:
+        each.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_json(send: Send, status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

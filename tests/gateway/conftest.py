@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import anthropic
 import openai
 import pytest
 from listening import listen
@@ -26,7 +27,8 @@ class House:
         self.policy = policy
         self.engine = engine
         self.http = openai.DefaultAsyncHttpxClient(timeout=60)
-        """Of all OpenAI clients. A client that is left to the garbage collector closes its connections in whichever
+        self.anthropic_http = anthropic.DefaultAsyncHttpxClient(timeout=60)
+        """Of all SDK clients. A client that is left to the garbage collector closes its connections in whichever
         thread that runs in, the engine's for instance, and may cut off another client's."""
         self.world = ""
         """What a test has made of it, for all of its examples."""
@@ -72,6 +74,11 @@ class House:
         settings = {"max_retries": 0, "http_client": self.http} | settings
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **settings)
 
+    def anthropic(self, key: str) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(
+            base_url=self.url, auth_token=key, max_retries=0, http_client=self.anthropic_http
+        )
+
     async def nodes(self, group: str = "g", index: int = 0):
         """Nodes of the last attempt of a rollout, as the trainer reads them."""
         transcripts = await self.admin(get_transcripts(group))
@@ -83,7 +90,7 @@ async def house(tmp_path) -> AsyncIterator[House]:
     policy = make_policy(tmp_path / "policy")
     with ScriptedEngine(lambda prompt, call: answer(f"answer {call}"), policy=policy) as engine:
         house = House(tmp_path, policy, engine)
-        async with house.http, house.admin:
+        async with house.http, house.anthropic_http, house.admin:
             await house.start()
             try:
                 await house.make_run()

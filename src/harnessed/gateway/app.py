@@ -13,7 +13,6 @@ from pathlib import Path
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
-from starlette.routing import Route
 
 from harnessed.config import Gateway
 from harnessed.gateway import lifecycle, recording
@@ -21,6 +20,7 @@ from harnessed.gateway.api import CANCEL_LIMIT_S, Api
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import Keyring
+from harnessed.gateway.routes import model_routes
 from harnessed.gateway.store import Store
 
 DATABASE = "gateway.db"
@@ -96,13 +96,7 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
     try:
         application = Starlette(
             routes=[
-                Route("/v1/chat/completions", exchange, methods=["POST"]),
-                Route("/a/{key}/v1/chat/completions", exchange, methods=["POST"]),
-                *(
-                    Route(f"{at}/v1/models{one}", exchange.models)
-                    for at in ("", "/a/{key}")
-                    for one in ("", "/{model:path}")
-                ),
+                *model_routes(exchange),
                 *api.routes(),
             ]
         )

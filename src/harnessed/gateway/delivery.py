@@ -9,54 +9,57 @@ from starlette.types import Receive, Send
 
 from harnessed.gateway.preview import Broken, Unfolding
 from harnessed.gateway.session import Pending, Session
-from harnessed.gateway.wire import chat
-from harnessed.gateway.wire.turn import Choice, Reply, Turn, WireError
+from harnessed.gateway.wire.turn import Choice, Reply, Turn, Wire, WireError
 from harnessed.records import Node
 
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 
 
-async def deliver(receive: Receive, send: Send, session: Session, pending: Pending, turn: Turn) -> bool:
+async def deliver(receive: Receive, send: Send, wire: Wire, session: Session, pending: Pending, turn: Turn) -> bool:
     """Send a call's answer; False if it did not arrive whole. Raises WireError before the first byte."""
     gone = asyncio.create_task(_disconnect(receive))
     try:
-        return await (_stream if turn.stream else _whole)(send, gone, session, pending, turn)
+        return await (_stream if turn.stream else _whole)(send, gone, wire, session, pending, turn)
     finally:
         gone.cancel()
 
 
-async def _whole(send: Send, gone: "asyncio.Task[None]", session: Session, pending: Pending, turn: Turn) -> bool:
+async def _whole(
+    send: Send, gone: "asyncio.Task[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
+) -> bool:
     """Send the answer once it is recorded; False if the client left before. Raises WireError."""
     await _first(pending.answers, gone, [])
     if gone.done():
         return False
-    await send_json(send, 200, chat.render(_reply(session, pending, turn)))
+    await send_json(send, 200, wire.render(_reply(session, pending, turn)))
     return True
 
 
-async def _stream(send: Send, gone: "asyncio.Task[None]", session: Session, pending: Pending, turn: Turn) -> bool:
+async def _stream(
+    send: Send, gone: "asyncio.Task[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
+) -> bool:
     """Send the answer as it is made, its end once it is recorded; False if the client left before.
 
     Raises WireError before the first byte. After it there is no status to tell of a failure, and the stream stays
     without its end: the server closes a connection whose response is not complete.
     """
-    stream = chat.Stream(turn, pending.id, time.time())
+    stream = wire.Stream(turn, pending.id, time.time())
     texts = [Unfolding(session.template, turn.wanted.stop) for _ in range(turn.wanted.n)]
     begun = False
 
-    async def tell(new: list[str], end: bytes = b"") -> None:
+    async def tell(events: bytes, *, more: bool = True) -> None:
         nonlocal begun
-        events = b"".join(map(stream.text, count(), new)) + end
         if events and not begun:
             begun, events = True, stream.begin(turn.wanted.n) + events
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         if events:
-            await send({"type": "http.response.body", "body": events, "more_body": not end})
+            await send({"type": "http.response.body", "body": events, "more_body": more})
 
     try:
         while not pending.answers.done():
             changes = [preview.changed for preview in pending.previews]
-            await tell([text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)])
+            new = [text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)]
+            await tell(b"".join(map(stream.text, count(), new)))
             await _first(pending.answers, gone, changes)
             if gone.done():
                 return False
@@ -68,7 +71,7 @@ async def _stream(send: Send, gone: "asyncio.Task[None]", session: Session, pend
         if begun:
             return False
         raise
-    await tell(rests, stream.end(reply))
+    await tell(stream.end(reply, rests), more=False)
     return True
 
 

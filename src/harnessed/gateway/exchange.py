@@ -1,6 +1,6 @@
-"""One call from arrival to stored record: the hot path. `app.py` mounts it under every route that serves the model.
+"""One call from arrival to stored record: the hot path. `routes.py` calls it for every protocol.
 
-Read `Exchange.__call__` from top to bottom. What can be refused is refused before the first byte; the answer is durable
+Read `Exchange.serve` from top to bottom. What can be refused is refused before the first byte; the answer is durable
 before its last byte goes out; a generation belongs to the attempt, not to the connection: a client that goes away and
 comes back with the same request gets the answer that was made for it.
 """
@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from harnessed.config import ConfigError
@@ -34,8 +32,7 @@ from harnessed.gateway.splits import by_text
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Place, Segment
-from harnessed.gateway.wire import chat
-from harnessed.gateway.wire.turn import Turn, WireError
+from harnessed.gateway.wire.turn import Turn, Wire, WireError
 from harnessed.records import Dialect, History
 
 T = TypeVar("T")
@@ -45,7 +42,7 @@ ASIDE_BYTES = 32 * 2**10
 
 
 class Exchange:
-    """All model calls of one gateway; an ASGI application for the Chat Completions route."""
+    """All model calls of one gateway."""
 
     def __init__(self, store: Store, engines: Engines, keyring: Keyring) -> None:
         self._store = store
@@ -60,31 +57,35 @@ class Exchange:
         self._encoder = ThreadPoolExecutor(1, "encode")
         """One thread: what came first is read first, so that a retry meets the call that it repeats."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, wire: Wire, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request of a protocol."""
         try:
-            session = await self._session(self._key(scope))
+            session = await self._session(self.key(scope))
             body = await _read_body(receive)
-            turn, place, proven, segment = await self._aside(len(body), lambda: self._read(session, body))
+            turn, place, proven, segment = await self._aside(len(body), lambda: self._read(wire, session, body))
             self._note_delivered(session, proven)
             pending = session.retried(turn, place, _retry_count(scope))
             if pending is None:
                 pending = self._begin(session, turn, place, segment)
-            arrived = await deliver(receive, send, session, pending, turn)
+            arrived = await deliver(receive, send, wire, session, pending, turn)
         except WireError as error:
-            await send_json(send, error.status, chat.render_error(error))
+            await send_json(send, error.status, wire.render_error(error))
             return
         if arrived:
             self._delivered(session, place, pending)
         else:
             pending.waiting -= 1
 
-    async def models(self, request: Request) -> Response:
-        """What SDKs ask before they call. Every name is served by the run's policy."""
-        try:
-            self._key(request.scope)
-        except WireError as error:
-            return Response(chat.render_error(error), error.status, media_type="application/json")
-        return Response(chat.render_models(request.path_params.get("model")), media_type="application/json")
+    async def count_tokens(self, wire: Wire, scope: Scope, body: bytes) -> int:
+        """How long the prompt of a request would be. Nothing is recorded. Raises WireError."""
+        session = await self._session(self.key(scope))
+
+        def count() -> int:
+            turn = wire.parse(body)
+            segment = self._encode(session, turn, session.tree.place(turn.messages, turn.tools))
+            return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
+
+        return await self._aside(len(body), count)
 
     def close(self) -> None:
         self._encoder.shutdown(wait=False)
@@ -131,7 +132,8 @@ class Exchange:
         session.ended = True
         self._sessions.pop(session.attempt, None)
 
-    def _key(self, scope: Scope) -> Key:
+    def key(self, scope: Scope) -> Key:
+        """Of the attempt that calls. Raises WireError."""
         headers = Headers(scope=scope)
         text = scope["path_params"].get("key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
         key = self._keyring.read(text or headers.get("x-api-key", ""))
@@ -167,11 +169,14 @@ class Exchange:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
-    def _read(self, session: Session, body: bytes) -> tuple[Turn, Place, list[int], Segment | None]:
+    def _read(self, wire: Wire, session: Session, body: bytes) -> tuple[Turn, Place, list[int], Segment | None]:
         """The request, its place, the answers that it proves to have arrived, and its new tokens."""
-        turn = chat.parse(body)
+        turn = wire.parse(body)
         place = session.tree.place(turn.messages, turn.tools)
-        return turn, place, session.tree.prove_delivered(place), self._encode(session, turn, place)
+        proven = session.tree.prove_delivered(place)
+        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+            return turn, place, proven, None  # the engine makes them of the messages
+        return turn, place, proven, self._encode(session, turn, place)
 
     def _note_delivered(self, session: Session, proven: list[int]) -> None:
         if proven:
@@ -185,11 +190,9 @@ class Exchange:
             self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
 
-    def _encode(self, session: Session, turn: Turn, place: Place) -> Segment | None:
-        """The prompt's new tokens; None where the engine itself makes them of the messages."""
+    def _encode(self, session: Session, turn: Turn, place: Place) -> Segment:
+        """The prompt's new tokens."""
         try:
-            if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
-                return None
             if session.history == History.TEMPLATE:
                 return by_text(session.tree, place, turn.messages, turn.tools, session.template)
             return session.tree.segment(place, turn.tools, session.template)
@@ -202,7 +205,7 @@ class Exchange:
         choices = self._sampler.choices(session, turn, place, segment)
         call, now = secrets.token_hex(8), time.time()
         session.calls += 1
-        self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn.asked, now))
+        self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn, now))
         previews = [Preview() for _ in choices] if turn.stream else []
         answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call, previews))
         pending = Pending(call, answers, turn.wanted, previews)

@@ -5,6 +5,7 @@ attempt cannot add to its transcript. `exchange.py` writes through here; `api.py
 """
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, select, update
 
 from harnessed.gateway.lifecycle import Refused, get_rollout, members
 from harnessed.gateway.store import attempts, calls, groups, nodes, rollouts, runs
+from harnessed.gateway.wire.turn import Turn, Wanted
 from harnessed.records import Attempt, History, Limits, Node, Purpose, Sampling, Totals, Transcript
 
 AttemptId = tuple[str, int]
@@ -59,19 +61,26 @@ def count_calls(connection: Connection, attempt: AttemptId) -> int:
     return int(connection.execute(query).scalar_one())
 
 
-def load_asked(connection: Connection, ids: list[str]) -> dict[str, dict[str, Any]]:
-    """What calls asked for, without messages and tools."""
-    found: dict[str, dict[str, Any]] = {}
+def load_wanted(connection: Connection, ids: list[str]) -> dict[str, Wanted]:
+    """How the answers of calls were wanted."""
+    found: dict[str, Wanted] = {}
     for at in range(0, len(ids), 500):
-        query = select(calls.c.id, calls.c.asked).where(calls.c.id.in_(ids[at : at + 500]))
-        found |= {row[0]: row[1] for row in connection.execute(query)}
+        query = select(calls.c.id, calls.c.wanted).where(calls.c.id.in_(ids[at : at + 500]))
+        for id, wanted in connection.execute(query):
+            found[id] = Wanted(wanted["n"], wanted["max_tokens"], tuple(wanted["stop"]))
     return found
 
 
-def admit(connection: Connection, attempt: AttemptId, call: str, asked: dict[str, Any], now: float) -> None:
+def admit(connection: Connection, attempt: AttemptId, call: str, turn: Turn, now: float) -> None:
     connection.execute(
         insert(calls).values(
-            id=call, rollout=attempt[0], attempt=attempt[1], state="admitted", asked=asked, admitted=now
+            id=call,
+            rollout=attempt[0],
+            attempt=attempt[1],
+            state="admitted",
+            asked=turn.asked,
+            wanted=asdict(turn.wanted),
+            admitted=now,
         )
     )
 

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
-from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_asked, load_attempt, load_nodes
+from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_attempt, load_nodes, load_wanted
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Digest, Place, Tree
-from harnessed.gateway.wire import chat
 from harnessed.gateway.wire.turn import Turn, Wanted
 from harnessed.records import History, Limits, Node, Sampling
 
@@ -143,9 +142,9 @@ async def _open_calls(store: Store, session: Session, nodes: list[Node]) -> None
     for node in nodes:
         if not node.delivered:
             by_call.setdefault(node.call, []).append(node)
-    asked = await store.read(lambda connection: load_asked(connection, list(by_call)))
+    wanted_by = await store.read(lambda connection: load_wanted(connection, list(by_call)))
     for call, answers in by_call.items():
-        wanted, prompt = chat.parse_wanted(asked[call]), session.tree.prompt(answers[0].number)
+        wanted, prompt = wanted_by[call], session.tree.prompt(answers[0].number)
         broken_off = [node for node in answers if node.finish == INTERRUPTED]
         if broken_off:
             session.interrupted.setdefault((prompt, wanted), []).extend(broken_off)

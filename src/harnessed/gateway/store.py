@@ -120,6 +120,7 @@ calls = Table(
     Column("attempt", Integer, nullable=False),
     Column("state", String, nullable=False),  # admitted, answered, failed; lost: its gateway died
     Column("asked", JSON, nullable=False),  # the request without messages and tools, as the harness sent it
+    Column("wanted", JSON, nullable=False),  # what of it the gateway honours: wire.turn.Wanted
     Column("admitted", Float, nullable=False),
     Column("ended", Float),
 )

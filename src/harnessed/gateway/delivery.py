@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -47,19 +48,20 @@ async def _stream(
     texts = [Unfolding(session.template, turn.wanted.stop) for _ in range(turn.wanted.n)]
     begun = False
 
-    async def tell(events: bytes, *, more: bool = True) -> None:
+    async def tell(events: Callable[[], bytes], *, more: bool = True) -> None:
         nonlocal begun
-        if events and not begun:
-            begun, events = True, stream.begin(turn.wanted.n) + events
+        before = b""
+        if not begun:
+            begun, before = True, stream.begin(turn.wanted.n)
             await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-        if events:
-            await send({"type": "http.response.body", "body": events, "more_body": more})
+        await send({"type": "http.response.body", "body": before + events(), "more_body": more})
 
     try:
         while not pending.answers.done():
             changes = [preview.changed for preview in pending.previews]
             new = [text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)]
-            await tell(b"".join(map(stream.text, count(), new)))
+            if any(new):
+                await tell(lambda: b"".join(map(stream.text, count(), new)))  # noqa: B023  # called at once
             await _first(pending.answers, gone, changes)
             if gone.done():
                 return False
@@ -71,7 +73,7 @@ async def _stream(
         if begun:
             return False
         raise
-    await tell(stream.end(reply, rests), more=False)
+    await tell(lambda: stream.end(reply, rests), more=False)
     return True
 
 

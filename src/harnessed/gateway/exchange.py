@@ -81,7 +81,7 @@ class Exchange:
         session = await self._session(self.key(scope))
 
         def count() -> int:
-            turn = wire.parse(body)
+            turn = _parse(wire, session, body)
             segment = self._encode(session, turn, session.tree.place(turn.messages, turn.tools))
             return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
@@ -171,7 +171,7 @@ class Exchange:
 
     def _read(self, wire: Wire, session: Session, body: bytes) -> tuple[Turn, Place, list[int], Segment | None]:
         """The request, its place, the answers that it proves to have arrived, and its new tokens."""
-        turn = wire.parse(body)
+        turn = _parse(wire, session, body)
         place = session.tree.place(turn.messages, turn.tools)
         proven = session.tree.prove_delivered(place)
         if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
@@ -218,6 +218,17 @@ class Exchange:
             session.tree.nodes[number].delivered = True
         self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
         session.drop(place.prompt, pending)
+
+
+def _parse(wire: Wire, session: Session, body: bytes) -> Turn:
+    """The request, with the history that it leaves to the gateway. Raises WireError."""
+    turn = wire.parse(body)
+    if not turn.after:
+        return turn
+    history = session.tree.said(turn.after)
+    if history is None:
+        raise WireError(400, "previous_response_not_found", f"this attempt has had no response resp_{turn.after}")
+    return turn.following(history)
 
 
 def _ended(attempt: AttemptId) -> WireError:

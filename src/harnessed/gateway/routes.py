@@ -11,10 +11,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from harnessed.gateway.exchange import Exchange
-from harnessed.gateway.wire import chat, messages
+from harnessed.gateway.wire import chat, messages, responses
 from harnessed.gateway.wire.turn import Wire, WireError
 
-WIRES: dict[str, Wire] = {"/v1/chat/completions": chat, "/v1/messages": messages}
+WIRES: dict[str, Wire] = {"/v1/chat/completions": chat, "/v1/messages": messages, "/v1/responses": responses}
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,17 @@ def model_routes(exchange: Exchange) -> list[Route]:
             return _json(messages.render_error(error), error.status)
         return _json(messages.render_count(tokens))
 
+    async def no_socket(_: Request) -> Response:
+        """Codex tries a WebSocket first; by this status it turns to requests at once."""
+        return Response(status_code=426)
+
     return [
         route
         for at in ("", "/a/{key}")
         for route in (
             *(Route(at + path, _Calls(exchange, wire), methods=["POST"]) for path, wire in WIRES.items()),
             Route(f"{at}/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route(f"{at}/v1/responses", no_socket, methods=["GET"]),
             Route(f"{at}/v1/models", models),
             Route(f"{at}/v1/models/{{model:path}}", models),
         )

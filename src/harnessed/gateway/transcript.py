@@ -152,6 +152,14 @@ class Tree:
         """The nodes whose answers a conversation repeats, up to this node."""
         return self._from_the_start(number, lambda node: node.follows)
 
+    def said(self, call: str) -> list[Message] | None:
+        """All messages of a conversation up to the answer of a call; None: there is none."""
+        numbers = self._calls.get(call)
+        if not numbers:
+            return None
+        nodes = [self.nodes[number] for number in self.conversation(numbers[0])]
+        return [message for node in nodes for message in (*node.messages, node.message)]
+
     def repeated(self, place: Place, number: int) -> Message:
         """The answer of a node of the conversation that a request follows, as the request repeats it."""
         return place.repeated[self._ends[number]]

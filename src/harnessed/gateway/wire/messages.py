@@ -56,7 +56,9 @@ def render(reply: Reply) -> bytes:
 
 def render_error(error: WireError) -> bytes:
     kind = _ERRORS.get(error.status, "api_error")
-    return orjson.dumps({"type": "error", "error": {"type": kind, "message": error.message}})
+    # Claude Code knows by these words that it has to compact.
+    words = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": words + error.message}})
 
 
 def render_models(name: str | None) -> bytes:

@@ -1,11 +1,13 @@
 """What every protocol is translated into and from: Turn (a request), Reply (its answers), WireError (a refusal)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 POLICY = "policy"
 """A name for the run's policy, which is served under every name."""
+INSTRUCTIONS = "instructions"
+"""Marks a message that is not part of the conversation's history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +31,20 @@ class Turn:
     model: str
     """Any name is served by the run's policy; the answer carries it back."""
     wanted: Wanted = Wanted()
+    after: str = ""
+    """The call whose answer the messages follow, where the client leaves the history to the gateway."""
     stream: bool = False
     """Whether the answer is wanted as it is made."""
     usage: bool = False
     """Whether a stream is to tell how many tokens there were."""
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
+
+    def following(self, history: list[dict[str, Any]]) -> "Turn":
+        """With the history that it left out; instructions hold for one request only."""
+        before = [message for message in history if not message.get(INSTRUCTIONS)]
+        first = [message for message in self.messages if message.get(INSTRUCTIONS)]
+        return replace(self, messages=first + before + self.messages[len(first) :])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,264 @@
+"""OpenAI Responses (platform.openai.com/docs/api-reference/responses), as Codex and the OpenAI SDKs speak it.
+
+A request's items become the chat messages that templates know: `instructions` and developer messages system messages,
+what an answer consisted of (reasoning, text, calls) one assistant message, outputs of calls tool messages. Unknown
+fields and tool types pass; what cannot be honoured without changing the answer's meaning is refused.
+"""
+
+from itertools import count
+from typing import Any
+
+import orjson
+
+from harnessed.gateway.wire.body import invalid, objects, read_object, whole_number
+from harnessed.gateway.wire.chat import render_error, render_models
+from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, Choice, Reply, Turn, Wanted
+
+__all__ = ["Stream", "parse", "render", "render_error", "render_models"]
+
+Item = dict[str, Any]
+_ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def parse(body: bytes) -> Turn:
+    """The Turn of a request body. Raises WireError (400)."""
+    request = read_object(body)
+    if request.get("tool_choice") not in (None, "auto", "none"):
+        raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
+    said = request.get("input")
+    items = [{"role": "user", "content": said}] if isinstance(said, str) else objects(request, "input")
+    after = request.get("previous_response_id") or ""
+    if not isinstance(after, str) or not (items or after):
+        raise invalid("`input` must be a text or a list of at least one item")
+    instructions = request.get("instructions")
+    first = [{"role": "system", "content": _content(instructions), INSTRUCTIONS: True}] if instructions else []
+    return Turn(
+        messages=first + _messages(items),
+        tools=_tools(objects(request, "tools")),
+        model=str(request.get("model") or POLICY),
+        wanted=Wanted(max_tokens=whole_number(request, "max_output_tokens")),
+        stream=bool(request.get("stream")),
+        after=after.removeprefix("resp_"),
+        asked={key: value for key, value in request.items() if key not in ("input", "instructions", "tools")},
+    )
+
+
+def render(reply: Reply) -> bytes:
+    """The response body."""
+    return orjson.dumps(_finished(reply))
+
+
+class Stream:
+    """The same answer as server-sent events."""
+
+    def __init__(self, turn: Turn, call: str, created: float) -> None:
+        self._call = call
+        self._response = _response(call, turn.model, created) | {"status": "in_progress", "output": []}
+        self._numbers = count()
+        self._text_began = False
+
+    def begin(self, n: int) -> bytes:
+        return self._event("response.created", response=self._response) + self._event(
+            "response.in_progress", response=self._response
+        )
+
+    def text(self, index: int, text: str) -> bytes:
+        if not text:
+            return b""
+        opened = b"" if self._text_began else self._open_text(0)
+        self._text_began = True
+        return opened + self._delta(0, text)
+
+    def end(self, reply: Reply, rests: list[str]) -> bytes:
+        """`rests` are the ends of the texts. What an engine has parsed comes whole."""
+        response, events = _finished(reply) | {"created_at": self._response["created_at"]}, b""
+        items = response["output"]
+        if self._text_began:  # then it is the first item, whatever was parsed beside it
+            items.sort(key=lambda item: item["type"] != "message")
+            events += self.text(0, rests[0]) + self._close_text(0, items[0])
+        for index, item in enumerate(items):
+            if item["type"] != "message":
+                events += self._whole_item(index, item)
+            elif not self._text_began:
+                events += self._whole_text(index, item)
+        kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        return events + self._event(kind, response=response)
+
+    def _open_text(self, index: int) -> bytes:
+        item = {"type": "message", "id": f"msg_{self._call}", "role": "assistant", "status": "in_progress"}
+        part = {"type": "output_text", "text": "", "annotations": []}
+        return self._event("response.output_item.added", output_index=index, item=item | {"content": []}) + self._event(
+            "response.content_part.added", **self._part(index), part=part
+        )
+
+    def _close_text(self, index: int, item: Item) -> bytes:
+        at, part = self._part(index), item["content"][0]
+        return (
+            self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
+            + self._event("response.content_part.done", **at, part=part)
+            + self._event("response.output_item.done", output_index=index, item=item)
+        )
+
+    def _whole_text(self, index: int, item: Item) -> bytes:
+        return self._open_text(index) + self._delta(index, item["content"][0]["text"]) + self._close_text(index, item)
+
+    def _delta(self, index: int, text: str) -> bytes:
+        at = self._part(index)
+        return self._event("response.output_text.delta", **at, delta=text, logprobs=[]) if text else b""
+
+    def _whole_item(self, index: int, item: Item) -> bytes:
+        """Reasoning or a call; arguments as they were sampled."""
+        at = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            said, begun = item["arguments"], item | {"arguments": "", "status": "in_progress"}
+            events = self._event("response.output_item.added", output_index=index, item=begun)
+            events += self._event("response.function_call_arguments.delta", **at, delta=said)
+            events += self._event("response.function_call_arguments.done", **at, arguments=said, name=item["name"])
+        else:
+            events = self._event("response.output_item.added", output_index=index, item=item)
+        return events + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _part(self, index: int) -> Item:
+        return {"item_id": f"msg_{self._call}", "output_index": index, "content_index": 0}
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        event = {"type": kind, "sequence_number": next(self._numbers)} | values
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+
+
+def _messages(items: list[Item]) -> list[Item]:
+    """Items of one answer, in the order reasoning, text, calls, become one message."""
+    messages: list[Item] = []
+    stage = 0
+    """Of the answer that the last message is: 1 reasoning, 2 text, 3 calls; 0: it is none."""
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "function_call_output":
+            content = _content(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            stage = 0
+        elif kind == "message" and item.get("role") != "assistant":
+            if item.get("role") not in _ROLES:
+                raise invalid("every message needs a `role`: user, assistant, system or developer")
+            messages.append({"role": _ROLES[item["role"]], "content": _content(item.get("content"))})
+            stage = 0
+        elif kind in ("reasoning", "message", "function_call"):
+            now = {"reasoning": 1, "message": 2, "function_call": 3}[kind]
+            if not stage or now < stage or now == stage < 3:
+                messages.append({"role": "assistant", "content": ""})
+            _add(messages[-1], kind, item)
+            stage = now
+        else:
+            raise invalid(f"items of type {kind!r} are not supported: send the whole history as messages and calls")
+    return messages
+
+
+def _add(answer: Item, kind: str, item: Item) -> None:
+    """One item of an answer."""
+    if kind == "reasoning":
+        answer["reasoning_content"] = _joined(item.get("content") or item.get("summary"))
+    elif kind == "message":
+        answer["content"] = _joined(item.get("content"))
+    else:
+        name = ".".join(str(item[part]) for part in ("namespace", "name") if item.get(part))
+        function = {"name": name, "arguments": item.get("arguments", "")}
+        answer.setdefault("tool_calls", []).append(
+            {"id": item.get("call_id"), "type": "function", "function": function}
+        )
+
+
+def _content(content: Any) -> Any:
+    """Parts as they come, but one text as itself. Raises WireError (400)."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise invalid("`content` must be a text or a list of parts")
+    parts = [{"type": "text", "text": part.get("text", "")} if part.get("type") in _TEXTS else part for part in content]
+    return parts[0]["text"] if len(parts) == 1 and parts[0].get("type") == "text" else parts
+
+
+def _joined(parts: Any) -> str:
+    content = _content(parts)
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def _tools(tools: list[Item]) -> list[Item]:
+    """Functions, also those in namespaces, as templates know them; others are the server's own and there are none."""
+    functions = [("", tool) for tool in tools if tool.get("type") == "function"]
+    for space in tools:
+        if space.get("type") == "namespace":
+            functions += [(f"{space.get('name')}.", tool) for tool in objects(space, "tools")]
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"{space}{tool.get('name')}",
+                "description": tool.get("description") or "",
+                "parameters": tool.get("parameters") or {},
+            },
+        }
+        for space, tool in functions
+    ]
+
+
+def _finished(reply: Reply) -> Item:
+    choice = reply.choices[0]
+    cut = choice.finish == "length"
+    usage = {
+        "input_tokens": reply.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": choice.tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.prompt_tokens + choice.tokens,
+    }
+    return _response(reply.id, reply.model, reply.created) | {
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": _output(reply.id, choice),
+        "usage": usage,
+    }
+
+
+def _output(call: str, choice: Choice) -> list[Item]:
+    message, items = choice.message, []
+    if message.get("reasoning_content"):
+        thought = {"type": "reasoning_text", "text": message["reasoning_content"]}
+        items.append({"type": "reasoning", "id": f"rs_{call}", "summary": [], "content": [thought]})
+    calls = message.get("tool_calls") or []
+    if message.get("content") or not calls:
+        part: Item = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
+        items.append(
+            {"type": "message", "id": f"msg_{call}", "role": "assistant", "status": "completed", "content": [part]}
+        )
+    for each in calls:
+        space, _, name = each["function"]["name"].rpartition(".")
+        item = {
+            "type": "function_call",
+            "id": f"fc_{each['id']}",
+            "call_id": each["id"],
+            "name": name,
+            "arguments": each["function"]["arguments"],
+            "status": "completed",
+        }
+        items.append(item | ({"namespace": space} if space else {}))
+    return items
+
+
+def _response(call: str, model: str, created: float) -> Item:
+    return {
+        "id": f"resp_{call}",
+        "object": "response",
+        "created_at": int(created),
+        "model": model,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": None,
+    }

@@ -61,11 +61,11 @@ families: .cache/families
 	@$(VENV)/bin/python tests/families.py .cache/families
 
 harnesses: .cache/harnesses
-	@echo "harnesses: Claude Code and OpenCode, unmodified, through the gateway; under a minute"
+	@echo "harnesses: Claude Code, Codex and OpenCode, unmodified, through the gateway; under a minute"
 	@$(VENV)/bin/pytest tests/harnesses
 
 .cache/harnesses: | $(INSTALLED)
-	@echo "harnesses: fetches Claude Code and OpenCode with npm (600 MB on disk); under a minute"
+	@echo "harnesses: fetches Claude Code, Codex and OpenCode with npm (1 GB on disk); about a minute"
 	@$(VENV)/bin/python tests/harnesses/packages.py .cache/harnesses
 
 benchmarks: $(SMOLLM2)/config.json

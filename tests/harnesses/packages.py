@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent.parent / ".cache" / "harnesses"
-PACKAGES = ["@anthropic-ai/claude-code@2.1.197", "opencode-ai@1.18.33"]
+PACKAGES = ["@anthropic-ai/claude-code@2.1.197", "@openai/codex@0.171.0", "opencode-ai@1.18.33"]
 
 
 def fetch(folder: Path) -> None:

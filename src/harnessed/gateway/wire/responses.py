@@ -139,7 +139,7 @@ def _messages(items: list[Item]) -> list[Item]:
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             stage = 0
         elif kind == "message" and item.get("role") != "assistant":
-            if item.get("role") not in _ROLES:
+            if item.get("role") not in list(_ROLES):
                 raise invalid("every message needs a `role`: user, assistant, system or developer")
             messages.append({"role": _ROLES[item["role"]], "content": _content(item.get("content"))})
             stage = 0
@@ -174,7 +174,10 @@ def _content(content: Any) -> Any:
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise invalid("`content` must be a text or a list of parts")
-    parts = [{"type": "text", "text": part.get("text", "")} if part.get("type") in _TEXTS else part for part in content]
+    parts = [
+        {"type": "text", "text": str(part.get("text") or "")} if part.get("type") in _TEXTS else part
+        for part in content
+    ]
     return parts[0]["text"] if len(parts) == 1 and parts[0].get("type") == "text" else parts
 
 

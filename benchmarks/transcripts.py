@@ -27,6 +27,7 @@ from harnessed.gateway import lifecycle, recording
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Tree
+from harnessed.gateway.wire.turn import Turn
 from harnessed.records import Attempt, GroupSpec, Node, Outcome, Purpose, Rollout, RunSpec, State, Transcript
 from harnessed.training.samples import build
 
@@ -140,7 +141,7 @@ async def stored(template: ChatTemplate, folder: Path) -> list[Figure]:
     await store.write(lambda c: lifecycle.claim(c, "r", "me", 1, 1, 0.0))
     empty = _size(database)
     for node in nodes:
-        await store.write(lambda c, n=node: recording.admit(c, ("g.0", 1), n.call, {"model": "m"}, 0.0))
+        await store.write(lambda c, n=node: recording.admit(c, ("g.0", 1), n.call, Turn([], [], "m"), 0.0))
         await store.write(lambda c, n=node: recording.record_answers(c, ("g.0", 1), [n], [], {}, 0.0))
     read = []
     for _ in range(5):

@@ -57,6 +57,21 @@ async def test_the_history_may_be_left_to_the_gateway(house):
         await ask(house, attempt.key, "more", previous_response_id="resp_unknown")
 
 
+async def test_an_answer_that_was_broken_off_is_no_history(house):
+    """Its id was in the first event of the stream; the retry goes on with its tokens under an id of its own."""
+    scripts = [Scripted(ids("one "), finish="interrupted"), Scripted(status=500), Scripted(answer("two"))]
+    house.engine.script = lambda prompt, call: scripts[min(call, 3) - 1]
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APIError):
+        await gathered(house, attempt.key, "hello")
+    (begun,) = await house.nodes()
+    with pytest.raises(openai.BadRequestError, match="has had no response"):
+        await ask(house, attempt.key, "more", previous_response_id=f"resp_{begun.call}")
+    assert (await ask(house, attempt.key, "hello")).output_text == "one two"
+    with pytest.raises(openai.BadRequestError, match="has had no response"):
+        await ask(house, attempt.key, "more", previous_response_id=f"resp_{begun.call}")
+
+
 async def test_another_attempts_answer_is_no_history(house):
     one, other = await house.attempts(2)
     first = await ask(house, one.key, "hello")

@@ -76,9 +76,10 @@ class Exchange:
         else:
             pending.waiting -= 1
 
-    async def count_tokens(self, wire: Wire, scope: Scope, body: bytes) -> int:
+    async def count_tokens(self, wire: Wire, scope: Scope, receive: Receive) -> int:
         """How long the prompt of a request would be. Nothing is recorded. Raises WireError."""
         session = await self._session(self.key(scope))
+        body = await _read_body(receive)
 
         def count() -> int:
             turn = _parse(wire, session, body)

@@ -1,6 +1,6 @@
 """An answer while it is sampled, for those who stream it: its tokens as the engine gives them, and their text.
 
-`engines.py` shows tokens, `exchange.py` sends text. What is shown is not recorded: an engine may fail and begin again.
+`engines.py` shows tokens, `delivery.py` sends text. What is shown is not recorded: an engine may fail and begin again.
 So a stream only ends well if what was recorded begins with what was sent.
 """
 

@@ -40,7 +40,7 @@ def model_routes(exchange: Exchange) -> list[Route]:
 
     async def count_tokens(request: Request) -> Response:
         try:
-            tokens = await exchange.count_tokens(messages, request.scope, await request.body())
+            tokens = await exchange.count_tokens(messages, request.scope, request.receive)
         except WireError as error:
             return _json(messages.render_error(error), error.status)
         return _json(messages.render_count(tokens))

@@ -154,10 +154,10 @@ class Tree:
 
     def said(self, call: str) -> list[Message] | None:
         """All messages of a conversation up to the answer of a call; None: there is none."""
-        numbers = self._calls.get(call)
-        if not numbers:
-            return None
-        nodes = [self.nodes[number] for number in self.conversation(numbers[0])]
+        number = next((number for number in self._calls.get(call, []) if number in self._ends), 0)
+        if not number:
+            return None  # or nobody got it: it was broken off
+        nodes = [self.nodes[each] for each in self.conversation(number)]
         return [message for node in nodes for message in (*node.messages, node.message)]
 
     def repeated(self, place: Place, number: int) -> Message:

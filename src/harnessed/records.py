@@ -383,6 +383,8 @@ class Node:
     """Id of the call that it answers; the answers of a request for several share it."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tool declarations of the request; only where it follows no conversation."""
+    broken_calls: int = 0
+    """Texts in the answer that opened a tool call and did not parse: they were delivered as text."""
 
     @property
     def sampled(self) -> int:

@@ -40,7 +40,9 @@ async def say(house, key, messages, **options):
 
 def told(completion):
     """The assistant message as a harness sends it back."""
-    return {"role": "assistant", "content": completion.choices[0].message.content}
+    message = completion.choices[0].message
+    thought = {"reasoning_content": message.reasoning_content} if hasattr(message, "reasoning_content") else {}
+    return {"role": "assistant", "content": message.content} | thought
 
 
 async def talk(house, key, turns: int):

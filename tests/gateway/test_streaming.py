@@ -16,7 +16,9 @@ from tokenizers import Tokenizer, decoders, models
 from harnessed.client import end_attempt, get_totals
 from harnessed.gateway import sampling
 from harnessed.gateway.preview import Broken, Preview, Unfolding
+from harnessed.gateway.reading import Piece
 from harnessed.gateway.template import ChatTemplate
+from harnessed.gateway.wire.turn import Turn, Wanted
 from harnessed.records import Dialect, Ending, Outcome
 
 SLOW = Scripted(answer("one two three"), pace_s=0.15)
@@ -46,6 +48,10 @@ async def left(house):
             return
         await asyncio.sleep(0.01)
     raise TimeoutError("a client is still there")
+
+
+def unfolding(template, stops=()):
+    return Unfolding(template, Turn([USER], [], "m", Wanted(stop=stops)))
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +109,13 @@ async def test_a_stream_holds_what_the_unstreamed_answer_holds(house, pieces, cu
 @given(st.data(), st.lists(st.integers(0, 30), max_size=8))
 def test_text_goes_out_as_soon_as_more_tokens_cannot_change_it(template, data, cuts):
     tokens = data.draw(st.lists(st.integers(0, template.size - 1).filter(lambda id: id != STOP), max_size=30))
-    text, preview, sent = Unfolding(template, ()), Preview(), ""
+    text, preview, sent = unfolding(template), Preview(), ""
     for cut in [*sorted(cuts), len(tokens)]:
         preview.add(tokens[len(preview.tokens) : cut])
-        sent += text.more(preview)
+        sent += text.more(preview).text
     whole = template.text(tokens, stopped=False)
     held = whole[len(sent) :]
-    assert sent + text.end(whole) == whole
+    assert sent + text.end({"content": whole}).text == whole
     shown = [id for id in tokens if not template.is_silent(id)]
     assert held == "" or template.said(tokens).endswith("\ufffd") or template.is_byte(shown[-1])
 
@@ -123,18 +129,18 @@ def test_text_goes_out_as_soon_as_more_tokens_cannot_change_it(template, data, c
     ],
 )
 def test_tokens_without_a_text_change_nothing(words, said, whole):
-    preview, text = Preview(), Unfolding(words, ())
+    preview, text = Preview(), unfolding(words)
     for word in said.split():
         preview.add([WORDS.index(word)])
         text.more(preview)
-    assert text.sent == whole
+    assert text.sent.text == whole
 
 
 @settings(max_examples=200, deadline=None)
 @given(PIECES, st.sampled_from([("STOP",), ("TOP", "a"), ("é☃", "OPST")]))
 def test_no_part_of_a_stop_string_goes_out(policy, pieces, stops):
     """Every token is looked at by itself; the engine ends the answer at the first stop string."""
-    preview, text = Preview(), Unfolding(policy, stops)
+    preview, text = Preview(), unfolding(policy, stops)
     for token in ids("".join(pieces) + stops[0]):
         preview.add([token])
         text.more(preview)
@@ -142,32 +148,32 @@ def test_no_part_of_a_stop_string_goes_out(policy, pieces, stops):
             break
     whole = policy.said(preview.tokens)
     cut = whole[: min(whole.find(stop) for stop in stops if stop in whole)]
-    assert text.sent + text.end(cut) == cut
-    assert len(cut) - len(text.sent) < max(map(len, stops))
+    assert text.sent + text.end({"content": cut}) == Piece(text=cut)
+    assert len(cut) - len(text.sent.text) < max(map(len, stops))
 
 
 def test_an_answer_that_begins_again_with_other_tokens_is_broken_once_something_was_sent(policy):
-    text, preview = Unfolding(policy, ()), Preview()
+    text, preview = unfolding(policy), Preview()
 
     def again(said: str) -> str:
         preview.begin([])
         preview.add(ids(said))
-        return text.more(preview)
+        return text.more(preview).text
 
     assert [again("ab"), again("a"), again("abc")] == ["ab", "", "c"]
     with pytest.raises(Broken):
         again("ax")
     with pytest.raises(Broken):
-        text.end("ab")
+        text.end({"content": "ab"})
 
 
 def test_what_was_not_sent_yet_may_begin_again_otherwise(policy):
-    text, preview = Unfolding(policy, ("long stop",)), Preview()
+    text, preview = unfolding(policy, ("long stop",)), Preview()
     for said in ("one", "two and more"):
         preview.begin([])
         preview.add(ids(said))
         text.more(preview)
-    assert text.sent == "two "
+    assert text.sent.text == "two "
 
 
 async def test_tokens_go_out_as_the_engine_makes_them(house):

@@ -45,7 +45,7 @@ async def _stream(
     without its end: the server closes a connection whose response is not complete.
     """
     stream = wire.Stream(turn, pending.id, time.time())
-    texts = [Unfolding(session.template, turn.wanted.stop) for _ in range(turn.wanted.n)]
+    texts = [Unfolding(session.template, turn) for _ in range(turn.wanted.n)]
     begun = False
 
     async def tell(events: Callable[[], bytes], *, more: bool = True) -> None:
@@ -61,14 +61,12 @@ async def _stream(
             changes = [preview.changed for preview in pending.previews]
             new = [text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)]
             if any(new):
-                await tell(lambda: b"".join(map(stream.text, count(), new)))  # noqa: B023  # called at once
+                await tell(lambda: b"".join(map(stream.more, count(), new)))  # noqa: B023  # called at once
             await _first(pending.answers, gone, changes)
             if gone.done():
                 return False
         reply = _reply(session, pending, turn)
-        rests = [
-            text.end(choice.message.get("content") or "") for text, choice in zip(texts, reply.choices, strict=True)
-        ]
+        rests = [text.end(choice.message) for text, choice in zip(texts, reply.choices, strict=True)]
     except (Broken, WireError):
         if begun:
             return False

@@ -149,6 +149,8 @@ def _read_chat(answer: dict[str, Any]) -> Generated:
     logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
     message = {key: value for key, value in choice["message"].items() if value} | {"role": "assistant"}
     message.setdefault("content", None)
+    if isinstance(reasoning := message.pop("reasoning", None), str):  # vLLM's newer name of it
+        message.setdefault("reasoning_content", reasoning)
     if not isinstance(message["content"], str | None):
         raise ValueError("its content is no text")
     orjson.dumps(message)  # what is recorded has to be written again

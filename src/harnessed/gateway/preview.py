@@ -5,9 +5,11 @@ So a stream only ends well if what was recorded begins with what was sent.
 """
 
 import asyncio
-from collections.abc import Sequence
+from typing import Any
 
+from harnessed.gateway.reading import Piece, Reader
 from harnessed.gateway.template import ChatTemplate
+from harnessed.gateway.wire.turn import Turn
 
 _BEFORE = 6
 """Tokens that are decoded again in front of new ones: a token's text may depend on the ones before it."""
@@ -38,7 +40,7 @@ class Broken(Exception):
 
 
 class Unfolding:
-    """The text of one answer, as far as more tokens cannot change it."""
+    """What one answer says, as far as more tokens cannot change it."""
 
     _tokens: list[int]
     _same: int
@@ -50,35 +52,36 @@ class Unfolding:
     _held: str
     """A stop string may begin in it."""
 
-    def __init__(self, template: ChatTemplate, stop_strings: Sequence[str]) -> None:
-        self.sent = ""
+    def __init__(self, template: ChatTemplate, turn: Turn) -> None:
+        self.sent = Piece()
         self._template = template
-        self._stop_strings = stop_strings
-        self._longest_stop = max(map(len, stop_strings), default=0)
+        self._turn = turn
+        self._longest_stop = max(map(len, turn.wanted.stop), default=0)
         self._beginnings = 0
         self._forget()
 
-    def more(self, preview: Preview) -> str:
+    def more(self, preview: Preview) -> Piece:
         """What can be sent now. Raises Broken."""
         self._read(preview)
         begin = max(self._known - _BEFORE, 0)
         before, text = (self._template.said(self._shown[begin:end]) for end in (self._known, len(self._shown)))
         if text.endswith("\ufffd") or (self._shown and self._template.is_byte(self._shown[-1])):
-            return ""  # a character is not whole yet
+            return Piece()  # a character is not whole yet
         self._known = len(self._shown)
         self._held += text[len(before) :]
-        if any(stop in self._held for stop in self._stop_strings):
-            return ""  # the end of the answer says where it was cut
-        free = len(self._held) - max(self._longest_stop - 1, 0)
-        new, self._held = self._held[: max(free, 0)], self._held[max(free, 0) :]
+        if any(stop in self._held for stop in self._turn.wanted.stop):
+            return Piece()  # the end of the answer says where it was cut
+        free = max(len(self._held) - max(self._longest_stop - 1, 0), 0)
+        new, self._held = self._reader.more(self._held[:free]), self._held[free:]
         self.sent += new
         return new
 
-    def end(self, text: str) -> str:
-        """The rest of the whole text. Raises Broken."""
-        if not text.startswith(self.sent):
+    def end(self, message: dict[str, Any]) -> Piece:
+        """The rest of the whole answer. Raises Broken."""
+        reasoning, text = message.get("reasoning_content") or "", message.get("content") or ""
+        if not (reasoning.startswith(self.sent.reasoning) and text.startswith(self.sent.text)):
             raise Broken("the answer that was recorded is not the one that was sent")
-        return text[len(self.sent) :]
+        return Piece(reasoning[len(self.sent.reasoning) :], text[len(self.sent.text) :])
 
     def _read(self, preview: Preview) -> None:
         """Take in new tokens; of an answer that was begun again, those that were known have to come again."""
@@ -97,3 +100,4 @@ class Unfolding:
     def _forget(self) -> None:
         self._tokens, self._shown, self._held = [], [], ""
         self._same = self._known = 0
+        self._reader = Reader(self._template.format, self._turn.types)

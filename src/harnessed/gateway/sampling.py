@@ -10,7 +10,6 @@ import secrets
 import string
 import time
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.reading import Reader
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Session
 from harnessed.gateway.splits import by_ids
@@ -166,6 +166,7 @@ def _node(
 ) -> Node:
     """The record of one answer."""
     segment = choice.segment or by_ids(session.tree, place, generated.prompt, session.template)
+    message, broken = _message(session.template, generated, turn)
     return Node(
         number=number,
         parent=segment.parent,
@@ -180,7 +181,8 @@ def _node(
         follows=place.follows,
         split=segment.split,
         messages=place.new,
-        message=_message(session.template, generated, turn.wanted.stop),
+        message=message,
+        broken_calls=broken,
         call=call,
         tools=[] if place.follows else turn.tools,
     )
@@ -195,16 +197,27 @@ def _kept(node: Node) -> Generated:
     )
 
 
-def _message(template: ChatTemplate, generated: Generated, stop_strings: Iterable[str]) -> dict[str, Any]:
-    """The answer as it is delivered."""
-    if generated.message is not None:
+def _message(template: ChatTemplate, generated: Generated, turn: Turn) -> tuple[dict[str, Any], int]:
+    """The answer as it is delivered, and how many texts in it opened a call and were none."""
+    if generated.message is not None:  # the engine has read it
         calls = [call | {"id": _call_id()} for call in generated.message.get("tool_calls") or []]
-        return generated.message | ({"tool_calls": calls} if calls else {})
+        return generated.message | ({"tool_calls": calls} if calls else {}), 0
     stopped = generated.tokens[-1] in template.stop_ids
     text = template.text(generated.tokens, stopped=stopped)
     if generated.finish == "stop" and not stopped:
-        text = text[: min((found for stop in stop_strings if (found := text.find(stop)) >= 0), default=len(text))]
-    return {"role": "assistant", "content": text}
+        found = [at for stop in turn.wanted.stop if (at := text.find(stop)) >= 0]
+        text = text[: min(found, default=len(text))]
+    reader = Reader(template.format, turn.types)
+    piece = reader.end(text)
+    message: dict[str, Any] = {"role": "assistant", "content": piece.text or (None if reader.calls else "")}
+    if piece.reasoning:
+        message["reasoning_content"] = piece.reasoning
+    if reader.calls:
+        message["tool_calls"] = [
+            {"id": _call_id(), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in reader.calls
+        ]
+    return message, reader.broken
 
 
 def _call_id() -> str:

@@ -143,6 +143,7 @@ nodes = Table(
     Column("cut", Integer, nullable=False),
     Column("delivered", Boolean, nullable=False),
     Column("follows", Integer, nullable=False),
+    Column("broken_calls", Integer, nullable=False),
     Column("split", String, nullable=False),
     Column("messages", LargeBinary, nullable=False),  # JSON, not parsed again before somebody reads it
     Column("message", LargeBinary, nullable=False),

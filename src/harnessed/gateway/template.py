@@ -13,7 +13,7 @@ import json
 import re
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -24,18 +24,35 @@ import orjson
 from tokenizers import Tokenizer
 
 from harnessed.config import ConfigError
+from harnessed.gateway.family import format_of
 
 Messages = list[dict[str, Any]]
 
 PIECE = 2**16
 """Characters, at least, that are encoded at a time: to take over the tokens keeps other threads waiting."""
-_CALL = "probe"
+_USER = {"role": "user", "content": "stub"}
+_PROBE = "probe"
 _CALLING = {
     "role": "assistant",
     "content": None,
-    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": _CALL, "arguments": "{}"}}],
+    "tool_calls": [
+        {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": f'{{"at": "{_PROBE}"}}'}}
+    ],
 }
 """An answer that only calls."""
+
+
+class _Way(NamedTuple):
+    """How a template is given calls."""
+
+    nothing: str | None
+    """Content of a message with calls and no text."""
+    parsed: bool
+    """Arguments as an object, as servers hand them over; else as JSON."""
+
+
+_WAYS = [_Way("", True), _Way(None, True), _Way("", False), _Way(None, False)]
+"""Tried in this order. DeepSeek's V3 writes calls for null only, and its arguments are a text."""
 _ANSWER = "\u2402answer\u2403"
 """The stub's assistant text: found again in every rendering, and no template changes or trims it."""
 
@@ -57,15 +74,14 @@ class ChatTemplate:
         self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
         self._templates = {name: _compile(source) for name, source in _template_sources(folder, settings).items()}
         self._now = datetime.datetime.now()
-        self._nothing: str | None = ""
-        """Content of a message with calls and no text. Some templates (DeepSeek V3) write calls for null only."""
-        if _CALL not in self._try([_CALLING]):
-            self._nothing = None
-            if _CALL not in self._try([_CALLING]):
-                self._nothing = ""
+        self._way = next((way for way in _WAYS if self._writes_calls(way)), _WAYS[0])
         self.stop_ids = self._stop_ids(folder)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._silent = {id for id, token in added.items() if token.special} | set(self.stop_ids)
+        stops = [text for id in self.stop_ids if (text := self._tokenizer.id_to_token(id))]
+        self.format = format_of(self._try, "".join(_template_sources(folder, settings).values()), stops)
+        """How it writes reasoning and tool calls."""
+        special = {id: each.content for id, each in self._tokenizer.get_added_tokens_decoder().items() if each.special}
+        shown = set(self.format.markers)
+        self._silent = {id for id, text in special.items() if text not in shown} | set(self.stop_ids)
 
     @property
     def size(self) -> int:
@@ -99,7 +115,7 @@ class ChatTemplate:
 
     def added(self, messages: Messages, tools: Messages) -> str:
         """What the template writes after an answer for `messages`, its own stop token first. Raises TemplateError."""
-        stub = [{"role": "user", "content": "stub"}, {"role": "assistant", "content": _ANSWER}]
+        stub = [_USER, {"role": "assistant", "content": _ANSWER}]
         _, found, text = self.render(stub + messages, tools).partition(_ANSWER)  # later ones are somebody's text
         if not found:
             raise TemplateError("the chat template drops or changes assistant text, so no turn can follow an answer")
@@ -110,9 +126,8 @@ class ChatTemplate:
         return self.said(answer[:-1]) if stopped else self.said(answer).rstrip("\ufffd")
 
     def said(self, ids: list[int]) -> str:
-        """The text of tokens, without special ones."""
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        """The text of tokens, without special ones but those that mark the parts of an answer."""
+        return self.written([id for id in ids if id not in self._silent])
 
     def is_silent(self, id: int) -> bool:
         """Whether a token has no text in an answer: special ones, and stops."""
@@ -143,7 +158,7 @@ class ChatTemplate:
         template = self._templates.get("tool_use") if tools else None
         try:
             return (template or self._templates["default"]).render(
-                messages=[_message(message, self._nothing) for message in messages],
+                messages=[_message(message, self._way) for message in messages],
                 tools=tools or None,
                 add_generation_prompt=True,
                 strftime_now=self._now.strftime,
@@ -153,9 +168,14 @@ class ChatTemplate:
         except Exception as error:  # a template is somebody's program: it may raise anything
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
 
-    def _try(self, messages: Messages) -> str:
+    def _writes_calls(self, way: "_Way") -> bool:
+        self._way = way
+        text = self._try([_USER, _CALLING], [])
+        return _PROBE in text and "'at'" not in text  # as a template writes an object that it takes for JSON
+
+    def _try(self, messages: Messages, tools: Messages) -> str:
         try:
-            return self.render([{"role": "user", "content": "stub"}, *messages], [])
+            return self.render(messages, tools)
         except TemplateError:
             return ""
 
@@ -175,14 +195,29 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Where harnesses and servers put it; templates read one of the first two, so both are filled."""
 
 
-def _message(message: dict[str, Any], nothing: str | None) -> dict[str, Any]:
-    """As transformers and servers hand it to templates; `nothing` is what stands beside calls for no text."""
+def _message(message: dict[str, Any], way: _Way) -> dict[str, Any]:
+    """As transformers and servers hand it to templates."""
     text = _text(message.get("content"))
-    shown = message | {"content": nothing if message.get("tool_calls") and text == "" else text}
+    shown = message | {"content": way.nothing if message.get("tool_calls") and text == "" else text}
+    if message.get("tool_calls") and way.parsed:
+        shown["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
         shown = {"thinking": reasoning} | shown | {"reasoning_content": reasoning}
     return shown
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as an object, as servers hand them to templates: some write an object's items one by one."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = orjson.loads(function["arguments"])
+        orjson.dumps(arguments)  # what is nested deeper than can be written stays a text
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _text(content: Any) -> Any:

@@ -7,10 +7,13 @@ from typing import Any
 
 import orjson
 
+from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
 from harnessed.gateway.wire.turn import POLICY, Reply, Turn, Wanted, WireError
 
 MOST_CHOICES = 128
+_TOLD = ("role", "content", "reasoning_content", "tool_calls")
+"""Of a message in a stream, everything that has an event of its own."""
 
 
 def parse(body: bytes) -> Turn:
@@ -44,6 +47,7 @@ def parse(body: bytes) -> Turn:
         ),
         stream=bool(request.get("stream")),
         usage=bool(options.get("include_usage")),
+        calls=request.get("tool_choice") != "none",
         asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
     )
 
@@ -81,16 +85,15 @@ class Stream:
         """Of n answers."""
         return b"".join(self._delta(index, {"role": "assistant", "content": ""}) for index in range(n))
 
-    def text(self, index: int, text: str) -> bytes:
-        """More of one answer."""
-        return self._delta(index, {"content": text}) if text else b""
+    def more(self, index: int, piece: Piece) -> bytes:
+        reasoning = self._delta(index, {"reasoning_content": piece.reasoning}) if piece.reasoning else b""
+        return reasoning + (self._delta(index, {"content": piece.text}) if piece.text else b"")
 
-    def end(self, reply: Reply, rests: list[str]) -> bytes:
-        """`rests` are the ends of the texts. What an engine has parsed comes whole."""
-        events = list(map(self.text, range(len(rests)), rests))
+    def end(self, reply: Reply, rests: list[Piece]) -> bytes:
+        events = list(map(self.more, range(len(rests)), rests))
         for index, choice in enumerate(reply.choices):
             calls = [call | {"index": i} for i, call in enumerate(choice.message.get("tool_calls") or [])]
-            others = {k: v for k, v in choice.message.items() if k not in ("role", "content", "tool_calls") and v}
+            others = {k: v for k, v in choice.message.items() if k not in _TOLD and v}
             if calls or others:
                 events.append(self._delta(index, others | ({"tool_calls": calls} if calls else {})))
             events.append(self._delta(index, {}, choice.finish))

@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
 from harnessed.gateway.wire.turn import POLICY, Choice, Reply, Turn, Wanted, WireError
 
@@ -41,6 +42,7 @@ def parse(body: bytes) -> Turn:
         model=str(request.get("model") or POLICY),
         wanted=Wanted(max_tokens=whole_number(request, "max_tokens"), stop=texts(request, "stop_sequences")),
         stream=bool(request.get("stream")),
+        calls=not (isinstance(choice, dict) and choice.get("type") == "none"),
         asked={key: value for key, value in request.items() if key not in ("messages", "system", "tools")},
     )
 
@@ -78,29 +80,43 @@ class Stream:
 
     def __init__(self, turn: Turn, call: str, created: float) -> None:
         self._start = _message(call, turn.model) | {"usage": {"input_tokens": 0, "output_tokens": 0}}
-        self._text_began = False
+        self._open = ""
+        """The kind of the block that is being told."""
+        self._blocks = 0
 
     def begin(self, n: int) -> bytes:
         return _event("message_start", message=self._start)
 
-    def text(self, index: int, text: str) -> bytes:
-        if not text:
-            return b""
-        began, self._text_began = self._text_began, True
-        delta = _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
-        return delta if began else _block_start(0, {"type": "text", "text": ""}) + delta
+    def more(self, index: int, piece: Piece) -> bytes:
+        thinking = self._tell("thinking", piece.reasoning) if piece.reasoning else b""
+        return thinking + (self._tell("text", piece.text) if piece.text else b"")
 
-    def end(self, reply: Reply, rests: list[str]) -> bytes:
-        """`rests` are the ends of the texts. What an engine has parsed comes whole."""
-        choice, events = reply.choices[0], b""
-        blocks = _blocks(choice)
-        if self._text_began:
-            events += self.text(0, rests[0]) + _event("content_block_stop", index=0)
-            blocks = [block for block in blocks if block["type"] == "tool_use"]
-        for index, block in enumerate(blocks, int(self._text_began)):
-            events += _whole_block(index, block, choice)
+    def end(self, reply: Reply, rests: list[Piece]) -> bytes:
+        choice, events = reply.choices[0], self.more(0, rests[0])
+        calls = choice.message.get("tool_calls") or []
+        if not calls and self._open != "text":
+            events += self._tell("text", "")
+        events += self._close()
+        for index, call in enumerate(calls, self._blocks):
+            events += _whole_call(index, call)
         delta = {"stop_reason": _REASONS[choice.finish], "stop_sequence": None}
         return events + _event("message_delta", delta=delta, usage=_usage(reply)) + _event("message_stop")
+
+    def _tell(self, kind: str, text: str) -> bytes:
+        """More of the text of a block, which is opened unless it is."""
+        events = b""
+        if self._open != kind:
+            events = self._close() + _block_start(self._blocks, _block(kind, ""))
+            self._open = kind
+        return events + _block_delta(self._blocks, {"type": f"{kind}_delta", kind: text})
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        index, signed = self._blocks, self._open == "thinking"
+        self._open, self._blocks = "", index + 1
+        signature = _block_delta(index, {"type": "signature_delta", "signature": ""}) if signed else b""
+        return signature + _event("content_block_stop", index=index)
 
 
 def _messages(message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -164,18 +180,19 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:
     message = choice.message
-    blocks: list[dict[str, Any]] = []
-    if message.get("reasoning_content"):
-        blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     calls = message.get("tool_calls") or []
+    blocks = [_block("thinking", message["reasoning_content"])] if message.get("reasoning_content") else []
     if message.get("content") or not calls:
-        blocks.append({"type": "text", "text": message.get("content") or ""})
-    for call in calls:
-        function = call["function"]
-        blocks.append(
-            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input(function["arguments"])}
-        )
-    return blocks
+        blocks.append(_block("text", message.get("content") or ""))
+    return blocks + [_call(call) | {"input": _input(call["function"]["arguments"])} for call in calls]
+
+
+def _block(kind: str, text: str) -> dict[str, Any]:
+    return {"type": kind, kind: text} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
 
 
 def _input(arguments: str) -> dict[str, Any]:
@@ -187,22 +204,19 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"__unparsedToolInput": {"raw": arguments, "len": len(arguments)}}
 
 
-def _whole_block(index: int, block: dict[str, Any], choice: Choice) -> bytes:
+def _whole_call(index: int, call: dict[str, Any]) -> bytes:
     """A block by its start, one delta, and its end; arguments as they were sampled."""
-    if block["type"] == "tool_use":
-        call = next(each for each in choice.message["tool_calls"] if each["id"] == block["id"])
-        start, deltas = block | {"input": {}}, [("input_json_delta", "partial_json", call["function"]["arguments"])]
-    elif block["type"] == "thinking":
-        start = {"type": "thinking", "thinking": "", "signature": ""}
-        deltas = [("thinking_delta", "thinking", block["thinking"]), ("signature_delta", "signature", "")]
-    else:
-        start, deltas = {"type": "text", "text": ""}, [("text_delta", "text", block["text"])]
-    events = [_event("content_block_delta", index=index, delta={"type": k, name: v}) for k, name, v in deltas]
-    return _block_start(index, start) + b"".join(events) + _event("content_block_stop", index=index)
+    delta = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+    start = _block_start(index, _call(call))
+    return start + _block_delta(index, delta) + _event("content_block_stop", index=index)
 
 
 def _block_start(index: int, block: dict[str, Any]) -> bytes:
     return _event("content_block_start", index=index, content_block=block)
+
+
+def _block_delta(index: int, delta: dict[str, Any]) -> bytes:
+    return _event("content_block_delta", index=index, delta=delta)
 
 
 def _event(kind: str, **values: Any) -> bytes:

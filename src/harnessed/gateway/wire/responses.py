@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 
+from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import invalid, objects, read_object, whole_number
 from harnessed.gateway.wire.chat import render_error, render_models
 from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, Choice, Reply, Turn, Wanted
@@ -39,6 +40,7 @@ def parse(body: bytes) -> Turn:
         model=str(request.get("model") or POLICY),
         wanted=Wanted(max_tokens=whole_number(request, "max_output_tokens")),
         stream=bool(request.get("stream")),
+        calls=request.get("tool_choice") != "none",
         after=after.removeprefix("resp_"),
         asked={key: value for key, value in request.items() if key not in ("input", "instructions", "tools")},
     )
@@ -56,71 +58,73 @@ class Stream:
         self._call = call
         self._response = _response(call, turn.model, created) | {"status": "in_progress", "output": []}
         self._numbers = count()
-        self._text_began = False
+        self._open = ""
+        """The type of the item that is being told."""
+        self._text = ""
+        """What was told of it."""
+        self._items = 0
 
     def begin(self, n: int) -> bytes:
         return self._event("response.created", response=self._response) + self._event(
             "response.in_progress", response=self._response
         )
 
-    def text(self, index: int, text: str) -> bytes:
-        if not text:
-            return b""
-        opened = b"" if self._text_began else self._open_text(0)
-        self._text_began = True
-        return opened + self._delta(0, text)
+    def more(self, index: int, piece: Piece) -> bytes:
+        reasoning = self._tell("reasoning", piece.reasoning) if piece.reasoning else b""
+        return reasoning + (self._tell("message", piece.text) if piece.text else b"")
 
-    def end(self, reply: Reply, rests: list[str]) -> bytes:
-        """`rests` are the ends of the texts. What an engine has parsed comes whole."""
-        response, events = _finished(reply) | {"created_at": self._response["created_at"]}, b""
-        items = response["output"]
-        if self._text_began:  # then it is the first item, whatever was parsed beside it
-            items.sort(key=lambda item: item["type"] != "message")
-            events += self.text(0, rests[0]) + self._close_text(0, items[0])
-        for index, item in enumerate(items):
-            if item["type"] != "message":
-                events += self._whole_item(index, item)
-            elif not self._text_began:
-                events += self._whole_text(index, item)
+    def end(self, reply: Reply, rests: list[Piece]) -> bytes:
+        response, events = _finished(reply) | {"created_at": self._response["created_at"]}, self.more(0, rests[0])
+        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        if not calls and self._open != "message":
+            events += self._tell("message", "")
+        events += self._close()
+        for index, item in enumerate(calls, self._items):
+            events += self._whole_call(index, item)
         kind = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return events + self._event(kind, response=response)
 
-    def _open_text(self, index: int) -> bytes:
-        item = {"type": "message", "id": f"msg_{self._call}", "role": "assistant", "status": "in_progress"}
-        part = {"type": "output_text", "text": "", "annotations": []}
-        return self._event("response.output_item.added", output_index=index, item=item | {"content": []}) + self._event(
-            "response.content_part.added", **self._part(index), part=part
-        )
+    def _tell(self, kind: str, text: str) -> bytes:
+        """More of the text of an item, which is opened unless it is."""
+        events = b""
+        if self._open != kind:
+            events = self._close()
+            self._open, self._text = kind, ""
+            item = _told(kind, self._call, "")
+            begun = item | {"status": "in_progress", "content": []}
+            events += self._event("response.output_item.added", output_index=self._items, item=begun)
+            events += self._event("response.content_part.added", **self._part(item), part=item["content"][0])
+        self._text += text
+        item = _told(kind, self._call, self._text)
+        return events + self._text_event("delta", item, delta=text)
 
-    def _close_text(self, index: int, item: Item) -> bytes:
-        at, part = self._part(index), item["content"][0]
-        return (
-            self._event("response.output_text.done", **at, text=part["text"], logprobs=[])
-            + self._event("response.content_part.done", **at, part=part)
-            + self._event("response.output_item.done", output_index=index, item=item)
-        )
-
-    def _whole_text(self, index: int, item: Item) -> bytes:
-        return self._open_text(index) + self._delta(index, item["content"][0]["text"]) + self._close_text(index, item)
-
-    def _delta(self, index: int, text: str) -> bytes:
-        at = self._part(index)
-        return self._event("response.output_text.delta", **at, delta=text, logprobs=[]) if text else b""
-
-    def _whole_item(self, index: int, item: Item) -> bytes:
-        """Reasoning or a call; arguments as they were sampled."""
-        at = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "function_call":
-            said, begun = item["arguments"], item | {"arguments": "", "status": "in_progress"}
-            events = self._event("response.output_item.added", output_index=index, item=begun)
-            events += self._event("response.function_call_arguments.delta", **at, delta=said)
-            events += self._event("response.function_call_arguments.done", **at, arguments=said, name=item["name"])
-        else:
-            events = self._event("response.output_item.added", output_index=index, item=item)
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        item, index = _told(self._open, self._call, self._text), self._items
+        events = self._text_event("done", item, text=self._text)
+        events += self._event("response.content_part.done", **self._part(item), part=item["content"][0])
+        self._open, self._items = "", index + 1
         return events + self._event("response.output_item.done", output_index=index, item=item)
 
-    def _part(self, index: int) -> Item:
-        return {"item_id": f"msg_{self._call}", "output_index": index, "content_index": 0}
+    def _text_event(self, what: str, item: Item, **text: str) -> bytes:
+        kind = item["content"][0]["type"]
+        extra: Item = {} if self._open == "reasoning" else {"logprobs": []}
+        return self._event(f"response.{kind}.{what}", **self._part(item), **text, **extra)
+
+    def _part(self, item: Item) -> Item:
+        return {"item_id": item["id"], "output_index": self._items, "content_index": 0}
+
+    def _whole_call(self, index: int, item: Item) -> bytes:
+        """By its start, one delta, and its end; arguments as they were sampled."""
+        at, said = {"item_id": item["id"], "output_index": index}, item["arguments"]
+        begun = item | {"arguments": "", "status": "in_progress"}
+        return (
+            self._event("response.output_item.added", output_index=index, item=begun)
+            + self._event("response.function_call_arguments.delta", **at, delta=said)
+            + self._event("response.function_call_arguments.done", **at, arguments=said, name=item["name"])
+            + self._event("response.output_item.done", output_index=index, item=item)
+        )
 
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": next(self._numbers)} | values
@@ -225,15 +229,11 @@ def _finished(reply: Reply) -> Item:
 
 def _output(call: str, choice: Choice) -> list[Item]:
     message, items = choice.message, []
-    if message.get("reasoning_content"):
-        thought = {"type": "reasoning_text", "text": message["reasoning_content"]}
-        items.append({"type": "reasoning", "id": f"rs_{call}", "summary": [], "content": [thought]})
     calls = message.get("tool_calls") or []
+    if message.get("reasoning_content"):
+        items.append(_told("reasoning", call, message["reasoning_content"]))
     if message.get("content") or not calls:
-        part: Item = {"type": "output_text", "text": message.get("content") or "", "annotations": []}
-        items.append(
-            {"type": "message", "id": f"msg_{call}", "role": "assistant", "status": "completed", "content": [part]}
-        )
+        items.append(_told("message", call, message.get("content") or ""))
     for each in calls:
         space, _, name = each["function"]["name"].rpartition(".")
         item = {
@@ -246,6 +246,15 @@ def _output(call: str, choice: Choice) -> list[Item]:
         }
         items.append(item | ({"namespace": space} if space else {}))
     return items
+
+
+def _told(kind: str, call: str, text: str) -> Item:
+    """The item of an answer's reasoning or of its text."""
+    if kind == "reasoning":
+        part: Item = {"type": "reasoning_text", "text": text}
+        return {"type": kind, "id": f"rs_{call}", "status": "completed", "summary": [], "content": [part]}
+    part = {"type": "output_text", "text": text, "annotations": []}
+    return {"type": kind, "id": f"msg_{call}", "role": "assistant", "status": "completed", "content": [part]}
 
 
 def _response(call: str, model: str, created: float) -> Item:

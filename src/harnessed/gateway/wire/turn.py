@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from harnessed.gateway.formats import Types, declared
+from harnessed.gateway.reading import Piece
+
 POLICY = "policy"
 """A name for the run's policy, which is served under every name."""
 INSTRUCTIONS = "instructions"
@@ -37,8 +40,15 @@ class Turn:
     """Whether the answer is wanted as it is made."""
     usage: bool = False
     """Whether a stream is to tell how many tokens there were."""
+    calls: bool = True
+    """Whether tool calls are looked for in the answer, if there are tools."""
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
+
+    @property
+    def types(self) -> Types | None:
+        """Types of the tools' parameters; None: the answer is read without calls."""
+        return declared(self.tools) if self.calls and self.tools else None
 
     def following(self, history: list[dict[str, Any]]) -> "Turn":
         """With the history that it left out; instructions hold for one request only."""
@@ -69,13 +79,14 @@ class Reply:
 
 
 class Stream(Protocol):
-    """An answer as events: `begin`, then more of the text of each of its n answers, then `end`."""
+    """An answer as events: `begin`, then more of each of its n answers, then `end` with what was not told of them;
+    calls come whole with it."""
 
     def begin(self, n: int) -> bytes: ...
 
-    def text(self, index: int, text: str) -> bytes: ...
+    def more(self, index: int, piece: Piece) -> bytes: ...
 
-    def end(self, reply: Reply, rests: list[str]) -> bytes: ...
+    def end(self, reply: Reply, rests: list[Piece]) -> bytes: ...
 
 
 class Wire(Protocol):

@@ -7,6 +7,8 @@ from families import FOLDER, PACKAGES
 from play import Play
 
 from harnessed.gateway.examine import examine
+from harnessed.gateway.formats import declared
+from harnessed.gateway.reading import Piece, Reader
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import Split
 
@@ -141,3 +143,19 @@ def test_history_template_splits_where_qwen3_strips_reasoning():
     shape = [(node.parent, node.follows, node.split) for node in play.tree.nodes.values()]
     assert shape == [(0, 0, ""), (1, 1, ""), (2, 2, ""), (0, 3, Split.TEMPLATE), (0, 4, Split.TEMPLATE)]
     assert "hm" not in template.written(play.prompts[5])
+
+
+@pytest.mark.parametrize("family", PACKAGES)
+@pytest.mark.parametrize("n", [1, 2])
+def test_calls_are_read_from_the_tokens_that_the_template_writes_for_them(family, n):
+    """Markers that are special tokens among them."""
+    if (family, n) in (("llama3_2", 2), ("deepseek_v3", 1)):
+        pytest.skip("its template refuses several calls" if n > 1 else "its template does not close a single call")
+    template = ChatTemplate(FOLDER / family)
+    prompt, text = template.render(MESSAGES, TOOLS), template.render([*MESSAGES, calling(n)], TOOLS)
+    begin = next((at for at, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+    said = text[begin:].partition(template.written([template.stop_ids[0]]))[0]
+    answer = [*template.encode(said), template.stop_ids[0]]
+    reader = Reader(template.format, declared(TOOLS))
+    assert reader.end(template.text(answer, stopped=True)) == Piece()
+    assert reader.calls == [("look", '{"at":"door"}')] * n

@@ -31,6 +31,8 @@ class CallFormat:
     """Special tokens of the format, which have to stay in the text."""
     first: bool = False
     """Calls are an answer's beginning or they are none."""
+    must_close: bool = False
+    """Without its end nothing shows that a call is whole."""
 
     def calls(self, text: str, types: Types) -> list[Call]:
         """The calls in the text between `opens` and `closes`; empty if it is no text of this format."""
@@ -165,7 +167,7 @@ THINKING = [("<think>", "</think>"), ("[THINK]", "[/THINK]")]
 CALL_FORMATS = [
     CallFormat("<tool_call>", "</tool_call>", _json, ("<tool_call>", "</tool_call>")),  # Hermes, Qwen 2.5 and 3
     CallFormat("<tool_call>", "</tool_call>", _qwen_xml, ("<tool_call>", "</tool_call>")),  # Qwen3-Coder, Qwen3.5
-    CallFormat("<tool_call>", "</tool_call>", _glm, ("<tool_call>", "</tool_call>")),  # GLM 4.5 and later
+    CallFormat("<tool_call>", "</tool_call>", _glm, ("<tool_call>", "</tool_call>"), must_close=True),  # GLM
     CallFormat("[TOOL_CALLS]", "", _json_list, ("[TOOL_CALLS]",)),  # Mistral until 2024
     CallFormat("[TOOL_CALLS]", "", _named, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),  # and since
     CallFormat(

@@ -102,7 +102,8 @@ class Reader:
             inside, closed, rest = rest.partition(self._format.closes) if self._format.closes else (rest, "", "")
             if not closed and not last:
                 return piece
-            if calls := self._format.calls(inside, self._types):
+            whole = closed or not self._format.must_close
+            if whole and (calls := self._format.calls(inside, self._types)):
                 self.calls += calls
                 self._held = rest
             else:

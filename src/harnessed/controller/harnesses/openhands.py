@@ -40,5 +40,5 @@ def _llm(endpoint: Endpoint, usage: str) -> dict[str, Any]:
         "api_key": endpoint.key,
         "max_input_tokens": endpoint.context,
         "max_output_tokens": endpoint.answer,
-        "timeout": None,  # else 5 minutes, too few while the policy is being updated
+        "timeout": 86_400,  # else 5 minutes, too few while the policy is being updated
     }

@@ -43,7 +43,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		|| { echo "Harnessed needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
 	@echo "install: makes $(VENV) with pinned dependencies; 1 to 3 minutes"
 	@$(PYTHON) -m venv $(VENV)
-	@$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,demo,dev]'
+	@$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,demo,dev,harnesses]'
 	@touch $@
 
 $(MODEL)/config.json: | $(INSTALLED)

@@ -45,7 +45,7 @@ def test_overrides_are_typed_yaml(path):
         ("trainer.steps=many", "trainer.steps: "),
         ("trainer.steps=0", "trainer.steps: "),
         ("gateway.port=70000", "gateway.port: "),
-        ("harness.kind=codex", "harness.kind: "),
+        ("harness.kind=no-such", "harness.kind: "),
         ("harness.kind=command", "harness.command"),
         ("evaluator.command=[x]", "evaluator.function or evaluator.command"),
         ("evaluator.function=nonsense", "module:function"),

@@ -73,13 +73,39 @@ class Tasks(Settings):
     """Fields of a task that only the evaluator sees (answers, tests)."""
 
 
+_NEEDED = {
+    "mini-swe-agent": "config",
+    "command": "command",
+    "python": "function",
+    "langchain": "function",
+    "openai-agents": "function",
+}
+"""What a kind of harness cannot do without."""
+
+
 class Harness(Settings):
-    kind: Literal["mini-swe-agent", "python", "command"]
+    kind: Literal[
+        "mini-swe-agent",
+        "claude-code",
+        "codex",
+        "hermes",
+        "openclaw",
+        "opencode",
+        "openhands",
+        "qwen-code",
+        "langchain",
+        "openai-agents",
+        "python",
+        "command",
+    ]
+    """docs/harnesses.md has a section for each."""
     function: FunctionName | None = None
-    """kind `python`: called with the task in a process of its own. What it returns is kept as result.json."""
+    """kinds `python`, `langchain` and `openai-agents`: called with the task in a process of its own. What it returns is
+    kept as result.json."""
     command: Command | None = None
     """kind `command`: program and arguments, run in the workspace. Filled in: `{prompt}`, `{task}` (a JSON file),
-    `{folder}` (the attempt's), `{here}` (the configuration's), `{python}` (the interpreter that runs Harnessed)."""
+    `{folder}` (the attempt's), `{here}` (the configuration's), `{python}` (the interpreter that runs Harnessed). Kinds
+    of command-line harnesses: the program with arguments of your own, where it is not the usual one on the PATH."""
     config: ConfigPath | None = None
     """kind `mini-swe-agent`: the harness's own YAML."""
     environment: dict[str, str] = {}
@@ -91,8 +117,7 @@ class Harness(Settings):
 
     @model_validator(mode="after")
     def _has_what_its_kind_needs(self) -> "Harness":
-        needed = {"mini-swe-agent": "config", "python": "function", "command": "command"}[self.kind]
-        if getattr(self, needed) is None:
+        if (needed := _NEEDED.get(self.kind)) and getattr(self, needed) is None:
             raise ValueError(f"kind {self.kind} needs the setting harness.{needed}")
         return self
 

@@ -12,7 +12,7 @@ import yaml
 
 from harnessed.config import Config, ConfigError, Harness
 from harnessed.controller import fence
-from harnessed.controller.launch import preparation, template_environment
+from harnessed.controller.launch import COMMANDS, preparation, program, template_environment
 
 _IMPORT_LIMIT_S = 120
 _RESOLVE = """
@@ -35,7 +35,10 @@ def check(config: Config) -> None:
     for setting, function in (("harness.function", harness.function), ("evaluator.function", evaluator.function)):
         if function:
             _check_function(setting, function, harness)
-    for setting, command in (("harness.command", harness.command), ("evaluator.command", evaluator.command)):
+    commands = {"evaluator.command": evaluator.command}
+    if harness.kind == "command" or harness.kind in COMMANDS:
+        commands["harness.command"] = program(harness)
+    for setting, command in commands.items():
         if command is not None and (not command or not shutil.which(command[0], path=path)):
             raise ConfigError(f"{setting}: there is no program {(command or [''])[0]!r} on the PATH")
 

@@ -71,16 +71,21 @@ class AttemptFolder:
         for name, content in files.items():
             _write(self.workspace, name, content)
 
+    def add_to_home(self, files: Mapping[str, str]) -> None:
+        """Path in HOME -> content."""
+        for name, content in files.items():
+            _write(self.home, name, content)
 
-def _write(workspace: Path, name: str, content: Any) -> None:
+
+def _write(folder: Path, name: str, content: Any) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise BadTask(f"the task's file {name!r} is not a path inside the workspace")
     if not isinstance(content, str):
         raise BadTask(f"the content of the task's file {name!r} is not text")
     try:
-        (workspace / path).parent.mkdir(parents=True, exist_ok=True)
-        (workspace / path).write_text(content, encoding="utf-8", newline="")
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(content, encoding="utf-8", newline="")
     except (FileExistsError, IsADirectoryError, NotADirectoryError, UnicodeEncodeError) as error:
         raise BadTask(f"the task's file {name!r} cannot be written: {error}") from None
     except OSError as error:

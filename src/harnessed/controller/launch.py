@@ -11,11 +11,32 @@ from typing import Any
 from harnessed.config import Config, Harness
 from harnessed.controller.fence import Fence
 from harnessed.controller.folders import AttemptFolder, BadTask
-from harnessed.controller.harnesses import mini_swe_agent
+from harnessed.controller.harnesses import (
+    claude_code,
+    codex,
+    hermes,
+    mini_swe_agent,
+    openclaw,
+    opencode,
+    openhands,
+    qwen_code,
+)
+from harnessed.controller.harnesses.libraries import ENVIRONMENTS
+from harnessed.controller.harnesses.preset import Endpoint, Preset
 from harnessed.controller.orders import Preparation
 from harnessed.records import Assignment, Task
 
 _MINI = mini_swe_agent.__name__
+COMMANDS: dict[str, Preset] = {
+    "claude-code": claude_code,
+    "codex": codex,
+    "hermes": hermes,
+    "openclaw": openclaw,
+    "opencode": opencode,
+    "openhands": openhands,
+    "qwen-code": qwen_code,
+}
+"""The kinds that are command-line harnesses."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,8 @@ class Launch:
     function: str = ""
     arguments: list[Any] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """Path in HOME -> content."""
 
 
 def preparation(harness: Harness) -> Preparation:
@@ -37,8 +60,15 @@ def preparation(harness: Harness) -> Preparation:
 
 def template_environment(harness: Harness) -> dict[str, str]:
     """What the harness finds in its environment when it is imported."""
-    own = mini_swe_agent.ENVIRONMENT if harness.kind == "mini-swe-agent" else {}
-    return _base(harness) | own
+    own = mini_swe_agent.ENVIRONMENT if harness.kind == "mini-swe-agent" else ENVIRONMENTS.get(harness.kind, {})
+    return own | _base(harness)
+
+
+def program(harness: Harness) -> list[str]:
+    """What a kind that is a command starts, with arguments of the user's own; empty for the other kinds."""
+    if harness.command is None and harness.kind in COMMANDS:
+        return [COMMANDS[harness.kind].PROGRAM]
+    return harness.command or []
 
 
 def launch(
@@ -57,8 +87,13 @@ def launch(
         settings = mini_swe_agent.settings(str(harness.config), gateway, assignment.key, fence, folder)
         return Launch(environment, f"{_MINI}:run", [_prompt(task), settings])
     environment = _endpoint(gateway, assignment.key) | environment
-    if harness.kind == "python":
-        return Launch(environment, harness.function or "", [task])
+    if harness.kind in ENVIRONMENTS:
+        return Launch(ENVIRONMENTS[harness.kind] | environment, harness.function or "", [task])
+    if preset := COMMANDS.get(harness.kind):
+        endpoint = Endpoint(gateway, assignment.key, config.limits.context, config.sampling.max_tokens)
+        start = preset.start(endpoint, _prompt(task))
+        command = [*program(harness), *start.arguments]
+        return Launch(start.environment | environment, command=command, files=start.files)
     filled = {"{task}": str(folder.task), "{folder}": str(folder.path)}
     return Launch(environment, command=[_fill(word, filled, task) for word in harness.command or []])
 
@@ -76,6 +111,8 @@ def _endpoint(gateway: str, key: str) -> dict[str, str]:
         "ANTHROPIC_BASE_URL": gateway,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_AUTH_TOKEN": key,
+        "GOOGLE_GEMINI_BASE_URL": gateway,
+        "GEMINI_API_KEY": key,
     }
 
 

@@ -108,6 +108,7 @@ class LocalRunner:
         visible = {name: value for name, value in task.items() if name not in self._config.tasks.hidden}
         await in_thread(folder.make, visible, task.get("files", {}))
         what = launch(self._config, self._fence, self._gateway, assignment, visible, folder)
+        await in_thread(folder.add_to_home, what.files)
         order = Order(
             id=f"{assignment.rollout}/{assignment.attempt}",
             cwd=str(folder.workspace),

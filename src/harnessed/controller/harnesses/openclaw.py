@@ -1,7 +1,8 @@
 """The preset for OpenClaw (npm: openclaw), which speaks Chat Completions and streams.
 
 Its `agent exec` needs neither its daemon nor the set-up that it calls onboarding, and keeps its state in a folder that
-it removes at the end.
+it removes at the end. It ends every request with a message on what runs in the background, which is gone from the next
+one: where the model may start sub-agents or processes there, a conversation is as many rows as it has calls.
 """
 
 import json
@@ -9,10 +10,6 @@ import json
 from harnessed.controller.harnesses.preset import Endpoint, Start
 
 PROGRAM = "openclaw"
-
-_STATUS_TOOLS = ["process", "sessions_spawn", "subagents", "image_generate", "video_generate", "music_generate"]
-"""For these OpenClaw ends every request with a message on what runs in the background, and takes it out of the next.
-With them a conversation would be as many rows as it has calls. Without `process`, commands run in the foreground."""
 
 
 def start(endpoint: Endpoint, prompt: str) -> Start:
@@ -31,7 +28,7 @@ def start(endpoint: Endpoint, prompt: str) -> Start:
     settings = {
         "agents": {"defaults": {"model": {"primary": "harnessed/policy"}}},
         "models": {"providers": {"harnessed": provider}},
-        "tools": {"profile": "coding", "fs": {"workspaceOnly": False}, "deny": _STATUS_TOOLS},
+        "tools": {"profile": "coding", "fs": {"workspaceOnly": False}},
         "update": {"checkOnStart": False},
         "telemetry": {"enabled": False},
     }

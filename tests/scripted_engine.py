@@ -11,7 +11,8 @@ Completions too, as vLLM does with `return_token_ids`: it applies the policy's t
 import asyncio
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,7 +48,7 @@ class Scripted:
     status: int = 200
     """Otherwise an error of this status, with nothing sampled."""
     pace_s: float = 0
-    """Between two tokens of a stream."""
+    """Between two tokens."""
     hang_up: bool = False
     """Sample, count, and close the connection in place of an answer; a stream has shown all of its tokens."""
 
@@ -67,12 +68,20 @@ class Logged:
     stop: list[int]
     stop_strings: list[str] = field(default_factory=list)
     stream: bool = False
+    id: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """In chat, with `tools`."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     finish: str = ""
     """Empty until it is answered."""
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody has asked for its end."""
+
+    async def wait(self, seconds: float) -> None:
+        if seconds and not self.interrupted.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.interrupted.wait(), seconds)
 
 
 class ScriptedEngine:
@@ -106,6 +115,7 @@ class ScriptedEngine:
         routes = [
             Route("/generate", self._generate, methods=["POST"]),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/interrupt", self._interrupt, methods=["POST"]),
             Route("/health", self._health),
             Route("/pause", self._pause, methods=["POST"]),
             Route("/resume", self._resume, methods=["POST"]),
@@ -171,17 +181,39 @@ class ScriptedEngine:
         version = self.version
         scripted = self.script(call.prompt, number)
         answer = scripted if isinstance(scripted, Scripted) else Scripted(scripted)
-        await asyncio.sleep(answer.delay_s)
+        await call.wait(answer.delay_s)
         if answer.status != 200:
             return _error(answer.status, "scripted", "scripted failure")
         call.prompt = answer.prompt or call.prompt
-        call.answer = answer.tokens[: call.max_tokens]
-        call.finish = answer.finish if len(call.answer) == len(answer.tokens) else "length"
-        self.sampled_tokens += len(call.answer)
-        body = answer_to(call, answer, number) | {"versions": [version.pack()] * len(call.answer)}
+
+        def body() -> dict[str, Any]:
+            return answer_to(call, answer, number) | {"versions": [version.pack()] * len(call.answer)}
+
+        tokens = self._sample(call, answer)
         if call.stream:
-            return _Stream(body, answer)
-        return _HangUp() if answer.hang_up else JSONResponse(body)
+            return _Stream(tokens, body, answer)
+        async for _ in tokens:
+            pass
+        return _HangUp() if answer.hang_up else JSONResponse(body())
+
+    async def _sample(self, call: Logged, answer: Scripted) -> AsyncIterator[int]:
+        for token in answer.tokens[: call.max_tokens]:
+            if call.interrupted.is_set():
+                break
+            call.answer.append(token)
+            self.sampled_tokens += 1
+            yield token
+            await call.wait(answer.pace_s)
+        whole = len(call.answer) == len(answer.tokens)
+        cut = "length" if len(call.answer) == call.max_tokens else "interrupted"
+        call.finish = answer.finish if whole else cut
+
+    async def _interrupt(self, request: Request) -> Response:
+        id = (await request.json())["id"]
+        found = [call for call in self.log if call.id == id]
+        for call in found:
+            call.interrupted.set()
+        return JSONResponse({"found": bool(found)})
 
     def _template(self) -> ChatTemplate:
         """Read again where a test has changed it."""
@@ -253,21 +285,21 @@ class _HangUp(Response):
 class _Stream(Response):
     """Each token by itself, then the whole answer."""
 
-    def __init__(self, body: dict[str, Any], scripted: Scripted) -> None:
+    def __init__(self, tokens: AsyncIterator[int], body: Callable[[], dict[str, Any]], scripted: Scripted) -> None:
         self.status_code, self.background = 200, None
-        self._lines = [json.dumps({"tokens": [token]}).encode() + b"\n" for token in body["tokens"]]
-        self._end = json.dumps(body).encode() + b"\n"
+        self._tokens = tokens
+        self._body = body
         self._scripted = scripted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
         )
-        for line in self._lines:
+        async for token in self._tokens:
+            line = json.dumps({"tokens": [token]}).encode() + b"\n"
             await send({"type": "http.response.body", "body": line, "more_body": True})
-            await asyncio.sleep(self._scripted.pace_s)
         if not self._scripted.hang_up:
-            await send({"type": "http.response.body", "body": self._end})
+            await send({"type": "http.response.body", "body": json.dumps(self._body()).encode() + b"\n"})
 
 
 def _error(status: int, code: str, message: str) -> Response:

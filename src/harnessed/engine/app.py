@@ -1,9 +1,12 @@
 """The engine's HTTP interface, used by the gateway (generate, health) and the trainer (pause, resume).
 
     POST /generate  {"prompt": [id], "max_tokens": int, "temperature": float, "seed": int, "stop": [id],
-                     "stop_strings": [text], "stream": bool}
-                 -> {"tokens": [id], "logprobs": [float], "versions": [packed version], "finish": "stop" | "length"}
+                     "stop_strings": [text], "stream": bool, "id": text}
+                 -> {"tokens": [id], "logprobs": [float], "versions": [packed version],
+                     "finish": "stop" | "length" | "interrupted"}
                     With `stream`, lines of {"tokens": [id]} come before it: what was sampled since the last one.
+    POST /interrupt {"id": text} -> {"found": bool}
+                    What is generated under that id ends with the tokens that it has.
     GET  /health -> {"status": "ok" | "unusable", "reason": why it is unusable, "model": name, "version": packed,
                      "sampled_tokens": int, "running": int, "waiting": int, "paused": bool, "context": tokens}
     POST /pause     answers when no generation runs any more; later ones wait
@@ -19,7 +22,7 @@ Why a short loop of our own: transformers' continuous batching, on a CPU and for
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import AfterValidator, Field, ValidationError
@@ -33,6 +36,8 @@ from tokenizers import Tokenizer
 from harnessed.engine.generate import LOWEST_TEMPERATURE, Sequence
 from harnessed.engine.queue import Failed, Queue, Unavailable
 from harnessed.records import Record
+
+T = TypeVar("T", bound=Record)
 
 
 def _samplable(temperature: float) -> float:
@@ -52,6 +57,14 @@ class GenerateRequest(Record):
     stop: list[int] = Field(default_factory=list)
     stop_strings: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     stream: bool = False
+    id: str = ""
+    """To interrupt it by."""
+
+
+class InterruptRequest(Record):
+    """The body of POST /interrupt."""
+
+    id: str = Field(min_length=1)
 
 
 class Refusal(Exception):
@@ -75,11 +88,12 @@ class Routes:
         self._context = context
 
     async def generate(self, request: Request) -> Response:
-        sequence, stream = _read(await request.body(), self._vocabulary, self._context, self._tokenizer)
+        asked = _body(await request.body(), GenerateRequest)
+        sequence, stream = self._sequence(asked), asked.stream
         grown = asyncio.Event()
         # After the body, the next message says that the client went away.
         gone = asyncio.ensure_future(request.receive())
-        answer = asyncio.create_task(self._answer(sequence, gone, grown if stream else None))
+        answer = asyncio.create_task(self._answer(sequence, gone, asked.id, grown if stream else None))
         if stream:
             answer.add_done_callback(asyncio.Future.exception)  # nobody may be left to hear it
             await _first(answer, grown)
@@ -88,11 +102,11 @@ class Routes:
         return StreamingResponse(_lines(sequence, answer, grown), media_type="application/x-ndjson")
 
     async def _answer(
-        self, sequence: Sequence, gone: asyncio.Future[Any], grown: asyncio.Event | None
+        self, sequence: Sequence, gone: asyncio.Future[Any], id: str, grown: asyncio.Event | None
     ) -> dict[str, Any]:
         """What is answered when the sequence has ended. Raises Refusal."""
         try:
-            version = await self._queue.generate(sequence, gone, grown)
+            version = await self._queue.generate(sequence, gone, id, grown)
         except Unavailable as error:
             raise Refusal(503, "unavailable", str(error)) from error
         except Failed as error:
@@ -107,6 +121,27 @@ class Routes:
             "versions": [version.pack()] * len(sequence.tokens),
             "finish": sequence.finish,
         }
+
+    def _sequence(self, asked: GenerateRequest) -> Sequence:
+        """What is to be sampled. Raises Refusal."""
+        for name, ids in (("prompt", asked.prompt), ("stop", asked.stop)):
+            if ids and (min(ids) < 0 or max(ids) >= self._vocabulary):
+                wrong = next(token for token in ids if not 0 <= token < self._vocabulary)
+                known = f"the model's token ids are 0 to {self._vocabulary - 1}: encode with its own tokenizer"
+                raise Refusal(400, "unknown_token", f"{name} holds {wrong}, but {known}")
+        prompt, answer = len(asked.prompt), asked.max_tokens
+        if prompt + answer > self._context:
+            asks = f"{prompt} prompt tokens and max_tokens {answer} exceed the model's context of {self._context}"
+            raise Refusal(400, "context", f"{asks}: shorten the prompt or ask for fewer tokens")
+        ended = None
+        if asked.stop_strings:
+            if self._tokenizer is None:
+                raise Refusal(400, "no_tokenizer", "stop_strings need a tokenizer.json in the model's folder")
+            ended = _ended(self._tokenizer, asked.stop_strings)
+        return Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, frozenset(asked.stop), ended)
+
+    async def interrupt(self, request: Request) -> Response:
+        return _json({"found": self._queue.interrupt(_body(await request.body(), InterruptRequest).id)})
 
     async def health(self, _: Request) -> Response:
         version, reason = self._queue.served()
@@ -149,6 +184,7 @@ def make_app(queue: Queue, name: str, vocabulary: int, context: int, tokenizer: 
     return Starlette(
         routes=[
             Route("/generate", routes.generate, methods=["POST"]),
+            Route("/interrupt", routes.interrupt, methods=["POST"]),
             Route("/health", routes.health),
             Route("/pause", routes.pause, methods=["POST"]),
             Route("/resume", routes.resume, methods=["POST"]),
@@ -182,30 +218,14 @@ async def _lines(
         yield orjson.dumps({"error": {"message": str(error), "code": error.code}}, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _read(body: bytes, vocabulary: int, context: int, tokenizer: Tokenizer | None) -> tuple[Sequence, bool]:
-    """What is to be sampled, and whether it is to be streamed. Raises Refusal."""
+def _body(body: bytes, model: type[T]) -> T:
+    """Raises Refusal."""
     try:
-        asked = GenerateRequest.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         where = ".".join(map(str, fault["loc"])) or "the body"
         raise Refusal(400, "bad_request", f"{where}: {fault['msg']}") from None
-    for name, ids in (("prompt", asked.prompt), ("stop", asked.stop)):
-        if ids and (min(ids) < 0 or max(ids) >= vocabulary):
-            wrong = next(token for token in ids if not 0 <= token < vocabulary)
-            known = f"the model's token ids are 0 to {vocabulary - 1}: encode with its own tokenizer"
-            raise Refusal(400, "unknown_token", f"{name} holds {wrong}, but {known}")
-    prompt, answer = len(asked.prompt), asked.max_tokens
-    if prompt + answer > context:
-        asks = f"{prompt} prompt tokens and max_tokens {answer} exceed the model's context of {context}"
-        raise Refusal(400, "context", f"{asks}: shorten the prompt or ask for fewer tokens")
-    ended = None
-    if asked.stop_strings:
-        if tokenizer is None:
-            raise Refusal(400, "no_tokenizer", "stop_strings need a tokenizer.json in the model's folder")
-        ended = _ended(tokenizer, asked.stop_strings)
-    sequence = Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, frozenset(asked.stop), ended)
-    return sequence, asked.stream
 
 
 def _ended(tokenizer: Tokenizer, strings: list[str]) -> Callable[[list[int]], bool]:

@@ -41,10 +41,11 @@ class Failed(Exception):
 class _Request:
     """A sequence from its arrival to its answer."""
 
-    __slots__ = ("done", "grown", "sequence")
+    __slots__ = ("done", "grown", "id", "sequence")
 
-    def __init__(self, sequence: Sequence, grown: asyncio.Event | None) -> None:
+    def __init__(self, sequence: Sequence, id: str, grown: asyncio.Event | None) -> None:
         self.sequence = sequence
+        self.id = id
         self.grown = grown
         self.done: asyncio.Future[Version] = asyncio.get_running_loop().create_future()
 
@@ -91,24 +92,36 @@ class Queue:
         return self._version, ""
 
     async def generate(
-        self, sequence: Sequence, gone: asyncio.Future[Any], grown: asyncio.Event | None = None
+        self, sequence: Sequence, gone: asyncio.Future[Any], id: str = "", grown: asyncio.Event | None = None
     ) -> Version | None:
         """Returns when the sequence has ended, with the version that sampled it; sets `grown` for its tokens before.
 
         None: `gone` was done before it began, and it will not. Raises Unavailable or Failed.
         """
-        request = _Request(sequence, grown)
+        request = _Request(sequence, id, grown)
         self._waiting.append(request)
         self._look()
         await asyncio.wait({request.done, gone}, timeout=QUEUE_LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
         if request not in self._waiting:
-            # Begun, and so it ends: each sequence has a last token.
+            # Begun, and so it ends: each sequence has a last token. Or interrupted before.
             return await request.done
         self._waiting.remove(request)
         self._look()
         if gone.done():
             return None
         raise Unavailable(f"not begun within {QUEUE_LIMIT_S:.0f} s: {self._obstacle()}")
+
+    def interrupt(self, id: str) -> bool:
+        """End the requests of that id with the tokens that they have; whether there was one."""
+        waiting = [request for request in self._waiting if request.id == id]
+        for request in waiting:
+            self._waiting.remove(request)
+            request.sequence.finish = "interrupted"
+            request.done.set_result(self._version)
+        running = [request for request in self._running if request.id == id]
+        for request in running:
+            request.sequence.interrupted = True
+        return bool(waiting or running)
 
     async def pause(self) -> None:
         """Returns when nothing generates any more. Nothing will until `resume`, even if the caller is gone."""

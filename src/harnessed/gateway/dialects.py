@@ -35,6 +35,8 @@ class Generation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """With `tools`, for engines that speak chat."""
     tools: list[dict[str, Any]] = field(default_factory=list)
+    id: str = ""
+    """To interrupt it by."""
 
     def after(self, kept: "Generated") -> "Generation":
         """The rest of an answer that was broken off; with another seed, or the same numbers would be drawn twice."""
@@ -101,7 +103,12 @@ def ask(engine: EngineSpec, generation: Generation, *, stream: bool = False) -> 
         }
         return orjson.dumps(common | chat)
     strings = {"stop_strings": generation.stop_strings} if generation.stop_strings else {}
-    tokens = {"prompt": np.frombuffer(generation.prompt, np.int32), "stop": generation.stop, "stream": stream}
+    tokens = {
+        "prompt": np.frombuffer(generation.prompt, np.int32),
+        "stop": generation.stop,
+        "stream": stream,
+        "id": generation.id,
+    }
     return orjson.dumps(common | tokens | strings, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

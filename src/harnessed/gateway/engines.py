@@ -40,6 +40,10 @@ class ContextTooLong(EngineFailed):
     """The engine says that the conversation does not fit its context; for the harness to mend."""
 
 
+class Interrupted(EngineFailed):
+    """Nobody wants the answer any more."""
+
+
 class _Again(Exception):
     """Worth asking again; the text says why."""
 
@@ -51,6 +55,8 @@ class Engines:
         self._engines: dict[str, EngineSpec] = {}
         self._trouble: dict[str, str] = {}
         """Engine -> why it is out of reach, while it is."""
+        self._unwanted: set[str] = set()
+        """Generations that were interrupted and have not ended yet."""
         self._limit_s = limit_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=limit_s)
@@ -79,6 +85,8 @@ class Engines:
                     return replace(kept, finish="stop")
                 if len(kept.tokens) >= generation.max_tokens:
                     return replace(kept, finish="length")
+                if generation.id in self._unwanted:
+                    raise Interrupted("nobody waits for it")
                 engine = self._of(run, rollout)
                 if preview:
                     preview.begin(kept.tokens)
@@ -87,6 +95,8 @@ class Engines:
                     if kept.finish != NOTHING.finish:
                         self._trouble.pop(engine.id, None)
                         return kept
+                    if generation.id in self._unwanted:
+                        continue
                     if engine.speaks == Dialect.CHAT:
                         raise EngineFailed(f"engine {engine.id} broke its answer off")
                     again = f"engine {engine.id} broke its answer off"
@@ -99,7 +109,33 @@ class Engines:
         except EngineFailed as error:
             error.kept = kept
             raise
+        finally:
+            self._unwanted.discard(generation.id)
         raise AssertionError("the deadline ends the loop")
+
+    async def interrupt(self, run: str, rollout: str, ids: list[str]) -> None:
+        """Let generations end with the tokens that they have. An engine that speaks chat cannot, and goes on."""
+        try:
+            engine = self._of(run, rollout)
+        except EngineFailed:
+            return
+        if engine.speaks == Dialect.CHAT:
+            return
+        self._unwanted.update(ids)
+        # A request that is still on its way to the engine is not known there yet.
+        for wait_s in _BACKOFF_S:
+            asked = [self._interrupt(engine, id) for id in ids if id in self._unwanted]
+            if all(await asyncio.gather(*asked)):
+                return
+            await asyncio.sleep(wait_s)
+
+    async def _interrupt(self, engine: EngineSpec, id: str) -> bool:
+        """Whether the engine knew of it."""
+        try:
+            async with self._session.post(f"{engine.url}/interrupt", json={"id": id}) as response:
+                return response.status != 200 or bool((await response.json())["found"])
+        except (aiohttp.ClientError, TimeoutError):
+            return False  # then nothing is generated there
 
     def speaks(self, run: str, rollout: str) -> Dialect:
         """How the rollout's engine is asked; by tokens as long as there is none."""

@@ -64,9 +64,7 @@ class Exchange:
             body = await _read_body(receive)
             turn, place, proven, segment = await self._aside(len(body), lambda: self._read(wire, session, body))
             self._note_delivered(session, proven)
-            pending = session.retried(turn, place, _retry_count(scope))
-            if pending is None:
-                pending = self._begin(session, turn, place, segment)
+            pending = await self._pending(session, turn, place, segment, _retry_count(scope))
             arrived = await deliver(receive, send, wire, session, pending, turn)
         except WireError as error:
             await send_json(send, error.status, wire.render_error(error))
@@ -74,7 +72,7 @@ class Exchange:
         if arrived:
             self._delivered(session, place, pending)
         else:
-            pending.waiting -= 1
+            await self._left(session, pending)
 
     async def count_tokens(self, wire: Wire, scope: Scope, receive: Receive) -> int:
         """How long the prompt of a request would be. Nothing is recorded. Raises WireError."""
@@ -104,8 +102,12 @@ class Exchange:
         self._closing.update(rollouts)
         try:
             sessions = [session for attempt, session in self._sessions.items() if attempt[0] in set(rollouts)]
-            if answers := {pending.answers for session in sessions for pending in session.calls_in_progress()}:
-                await asyncio.wait(answers, timeout=limit_s)
+            open_ = [(session, call) for session in sessions for call in session.calls_in_progress()]
+            if unfinished := [each for each in open_ if not each[1].answers.done()]:
+                interrupting = [asyncio.create_task(self._sampler.interrupt(*each)) for each in unfinished]
+                await asyncio.wait({call.answers for _, call in unfinished}, timeout=limit_s)
+                for each in interrupting:
+                    each.cancel()
             for session in sessions:
                 await self._blame_engine(session)
             yield
@@ -179,6 +181,23 @@ class Exchange:
             return turn, place, proven, None  # the engine makes them of the messages
         return turn, place, proven, self._encode(session, turn, place)
 
+    async def _pending(
+        self, session: Session, turn: Turn, place: Place, segment: Segment | None, retry_count: int
+    ) -> Pending:
+        """The call that gives the answer: the one that the request repeats, or a new one."""
+        while pending := session.retried(turn, place, retry_count):
+            if not pending.interrupted or pending.answers.done():
+                pending.waiting += 1
+                return pending
+            await asyncio.wait({pending.answers})  # it may end whole, or with tokens to go on from
+        return self._begin(session, turn, place, segment)
+
+    async def _left(self, session: Session, pending: Pending) -> None:
+        """A client has gone away."""
+        pending.waiting -= 1
+        if not (pending.waiting or pending.answers.done()):
+            await self._sampler.interrupt(session, pending)
+
     def _note_delivered(self, session: Session, proven: list[int]) -> None:
         if proven:
             self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, proven))
@@ -203,8 +222,8 @@ class Exchange:
     def _begin(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
         self._check_admission(session)
-        choices = self._sampler.choices(session, turn, place, segment)
         call, now = secrets.token_hex(8), time.time()
+        choices = self._sampler.choices(session, turn, place, segment, call)
         session.calls += 1
         self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn, now))
         previews = [Preview() for _ in choices] if turn.stream else []

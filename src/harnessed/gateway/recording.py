@@ -133,9 +133,10 @@ def record_answers(
     connection.execute(update(calls).where(calls.c.id == answers[0].call).values(state="answered", ended=now))
 
 
-def record_failure(connection: Connection, call: str, now: float) -> None:
-    """A call that was admitted and gets no answer."""
-    connection.execute(update(calls).where(calls.c.id == call).values(state="failed", ended=now))
+def record_failure(connection: Connection, call: str, now: float, *, failed: bool = True) -> None:
+    """A call that was admitted and gets no answer: it failed, or nobody waited for it any more."""
+    state = "failed" if failed else "interrupted"
+    connection.execute(update(calls).where(calls.c.id == call).values(state=state, ended=now))
 
 
 def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float) -> None:

@@ -15,12 +15,12 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 from harnessed.gateway.dialects import NOTHING, Generated, Generation
-from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines
+from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.reading import Reader
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
-from harnessed.gateway.session import Session
+from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.splits import by_ids
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
@@ -51,7 +51,7 @@ class Sampler:
         self._store = store
         self._engines = engines
 
-    def choices(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> list[Wanted]:
+    def choices(self, session: Session, turn: Turn, place: Place, segment: Segment | None, call: str) -> list[Wanted]:
         """What is to be sampled. Refuses what does not fit the context."""
         if segment is None:
             used, prompt = session.tree.length(place.follows), b""
@@ -74,7 +74,7 @@ class Sampler:
         )
         begun = [] if segment is None else session.take_interrupted(place.prompt, turn.wanted)
         return [
-            _choice(session, segment, replace(generation, seed=_seed(session, choice)), node)
+            _choice(session, segment, replace(generation, seed=_seed(session, choice), id=f"{call}.{choice}"), node)
             for choice, node in zip_longest(range(turn.wanted.n), begun)
         ]
 
@@ -103,9 +103,16 @@ class Sampler:
         if nodes:
             await self._record(session, turn, place, nodes, continued)
         if failure is not None:
-            self._store.write_soon(lambda connection: record_failure(connection, call, time.time()))
+            failed = not isinstance(failure, Interrupted)
+            self._store.write_soon(lambda connection: record_failure(connection, call, time.time(), failed=failed))
             self._explain(session, place, failure)
         return nodes
+
+    async def interrupt(self, session: Session, pending: Pending) -> None:
+        """Nobody waits for a call any more: its generations end, and the tokens that they have are kept."""
+        pending.interrupted = True
+        ids = [f"{pending.id}.{choice}" for choice in range(pending.wanted.n)]
+        await self._engines.interrupt(session.run, session.attempt[0], ids)
 
     async def _answer(self, session: Session, choice: Wanted, preview: Preview | None) -> Generated:
         kept = _kept(choice.begun) if choice.begun else NOTHING
@@ -116,6 +123,8 @@ class Sampler:
         if isinstance(failure, ContextTooLong):
             self.fault(session, LIMIT, "budget: the engine's context was reached")
             raise WireError(400, "context_length_exceeded", str(failure)) from failure
+        if isinstance(failure, Interrupted):
+            raise WireError(499, "interrupted", str(failure)) from failure
         if isinstance(failure, EngineFailed):
             self.fault(session, place.prompt.hex(), f"engine: {failure}")
             raise WireError(503, "engine_failed", str(failure)) from failure

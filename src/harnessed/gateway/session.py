@@ -29,6 +29,8 @@ class Pending:
     """One for each answer, if the client that asked first streams."""
     waiting: int = 1
     """Clients that wait for it and have not been seen to leave."""
+    interrupted: bool = False
+    """Its engine was told that nobody waits: what it has sampled is kept for the next who asks."""
 
     @property
     def delivered(self) -> bool:
@@ -98,10 +100,7 @@ class Session:
         """
         same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
         left = [pending for pending in same if not pending.waiting]
-        for pending in left or (same if retry_count > 0 else []):
-            pending.waiting += 1
-            return pending
-        return None
+        return next(iter(left or (same if retry_count > 0 else [])), None)
 
     def take_interrupted(self, prompt: Digest, wanted: Wanted) -> list[Node]:
         """Answers to go on with; they are the caller's now."""

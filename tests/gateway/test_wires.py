@@ -105,7 +105,7 @@ WHOLE = {
     },
 }
 PARAMETERS = {"type": "OBJECT", "properties": {"a": {"type": "ARRAY", "items": {"anyOf": [{"type": "STRING"}]}}}}
-WHOLE["/v1beta/models/{model:path}:{method}"] = {
+WHOLE["/{version}/models/{model:path}:{method}"] = {
     "systemInstruction": {"parts": [{"text": "rules"}, {"text": "more"}]},
     "contents": [
         {"role": "user", "parts": [{"text": "hello"}, {"inlineData": {"mimeType": "image/png", "data": "x"}}]},

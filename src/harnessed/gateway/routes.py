@@ -20,7 +20,7 @@ WIRES: dict[str, Wire] = {
     "/v1/completions": completions,
     "/v1/messages": messages,
     "/v1/responses": responses,
-    "/v1beta/models/{model:path}:{method}": gemini,
+    "/{version}/models/{model:path}:{method}": gemini,
 }
 
 
@@ -65,12 +65,7 @@ class _Count:
 def model_routes(exchange: Exchange) -> list[Route]:
     async def models(request: Request) -> Response:
         """What SDKs ask before they call. Every name is served by the run's policy."""
-        return listed(messages if "anthropic-version" in request.headers else chat, request)
-
-    async def google_models(request: Request) -> Response:
-        return listed(gemini, request)
-
-    def listed(wire: _Listing, request: Request) -> Response:
+        wire = _listing(request)
         try:
             exchange.key(request.scope)
         except WireError as error:
@@ -86,15 +81,21 @@ def model_routes(exchange: Exchange) -> list[Route]:
         for at in ("", "/a/{key}")
         for route in (
             Route(f"{at}/v1/messages/count_tokens", _Count(exchange, messages), methods=["POST"]),
-            Route(f"{at}/v1beta/models/{{model:path}}:countTokens", _Count(exchange, gemini), methods=["POST"]),
+            Route(f"{at}/{{version}}/models/{{model:path}}:countTokens", _Count(exchange, gemini), methods=["POST"]),
             *(Route(at + path, _Calls(exchange, wire), methods=["POST"]) for path, wire in WIRES.items()),
             Route(f"{at}/v1/responses", no_socket, methods=["GET"]),
-            Route(f"{at}/v1/models", models),
-            Route(f"{at}/v1/models/{{model:path}}", models),
-            Route(f"{at}/v1beta/models", google_models),
-            Route(f"{at}/v1beta/models/{{model:path}}", google_models),
+            Route(f"{at}/{{version}}/models", models),
+            Route(f"{at}/{{version}}/models/{{model:path}}", models),
         )
     ]
+
+
+def _listing(request: Request) -> _Listing:
+    """The protocol of a request for models: `/v1/models` is a path of three."""
+    headers = request.headers
+    if request.path_params["version"] != "v1" or "x-goog-api-key" in headers or "key" in request.query_params:
+        return gemini
+    return messages if "anthropic-version" in headers else chat
 
 
 def _json(body: bytes, status: int = 200) -> Response:

@@ -1,6 +1,7 @@
 """OpenAI Completions, by the official SDK: bare prompts, as text or token ids, go to the policy as they stand."""
 
 import json
+from array import array
 
 import openai
 import pytest
@@ -168,6 +169,19 @@ async def test_a_prompt_whose_client_left_gets_the_answer_that_was_made(house, p
     again = await client.completions.create(model="m", prompt=prompt, extra_headers={"x-stainless-retry-count": "1"})
     assert again.choices[0].text == "answer 1"
     assert (await house.admin(get_totals("r"))).calls == 1
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, ids(PROMPT)], ids=["text", "ids"])
+async def test_what_an_engine_broke_off_is_gone_on_with(house, prompt):
+    scripts = [Scripted(ids("one "), finish="interrupted"), Scripted(status=500), Scripted(answer("two"))]
+    house.engine.script = lambda prompt, call: scripts[min(call, 3) - 1]
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APIError):
+        await gathered(house, attempt.key, prompt)
+    await house.restart()
+    assert (await ask(house, attempt.key, prompt)).choices[0].text == "one two"
+    assert house.engine.log[2].prompt == ids(PROMPT) + ids("one ")
+    assert [(node.parent, text(array("i", node.segment).tolist())) for node in await house.nodes()] == [(0, PROMPT)]
 
 
 async def test_prompts_survive_a_restart(house):

@@ -91,7 +91,7 @@ def model_routes(exchange: Exchange) -> list[Route]:
 
 
 def _listing(request: Request) -> _Listing:
-    """The protocol of a request for models: `/v1/models` is a path of three."""
+    """The protocol of a request for models: three have a path `/v1/models`."""
     headers = request.headers
     if request.path_params["version"] != "v1" or "x-goog-api-key" in headers or "key" in request.query_params:
         return gemini

@@ -13,7 +13,6 @@ Address = Mapping[str, str]
 """Where a request was sent: the named parts of its path, and its query."""
 INSTRUCTIONS = "instructions"
 """Marks a message that is not part of the conversation's history."""
-
 PROMPT = "prompt"
 """Marks the message that names a bare prompt, which means another thing than a chat; holds the ids of one of tokens."""
 

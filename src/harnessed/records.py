@@ -372,7 +372,7 @@ class Node:
     """The last byte of the answer was handed to the kernel, or a later request repeated it."""
     follows: int = 0
     """Number of the node whose conversation the request goes on with, by what its messages mean. Another one than
-    `parent` only where a split parts them."""
+    `parent` only where a split parts them, and none for a bare prompt."""
     split: str = ""
     """A `Split`: why the context leaves an answer that the request repeats. Empty: it does not."""
     messages: list[dict[str, Any]] = field(default_factory=list)

@@ -30,7 +30,7 @@ def told(message):
 
 
 def turn(**request):
-    return messages.parse(json.dumps({"max_tokens": 10, "messages": [ASKED]} | request).encode())
+    return messages.parse(json.dumps({"max_tokens": 10, "messages": [ASKED]} | request).encode(), {})
 
 
 async def test_a_conversation_goes_on_in_one_row(house):
@@ -126,8 +126,8 @@ async def test_calls_and_thinking_that_an_engine_parsed_go_there_and_back(house,
 
 
 def test_broken_arguments_come_as_claude_code_wraps_them():
-    assert messages._input('{"a":') == {"__unparsedToolInput": {"raw": '{"a":', "len": 5}}
-    assert messages._input("[1]") == {"__unparsedToolInput": {"raw": "[1]", "len": 3}}
+    assert messages.parsed('{"a":') == {"__unparsedToolInput": {"raw": '{"a":', "len": 5}}
+    assert messages.parsed("[1]") == {"__unparsedToolInput": {"raw": "[1]", "len": 3}}
 
 
 def test_what_claude_code_sends_is_understood():

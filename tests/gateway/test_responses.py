@@ -22,7 +22,7 @@ async def ask(house, key, said, **options):
 
 
 def turn(**request):
-    return responses.parse(json.dumps({"input": "hello"} | request).encode())
+    return responses.parse(json.dumps({"input": "hello"} | request).encode(), {})
 
 
 async def test_a_conversation_goes_on_in_one_row(house):

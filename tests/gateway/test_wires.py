@@ -6,6 +6,7 @@ import json
 import pytest
 from policies import make_policy
 
+from harnessed.gateway.exchange import prompted
 from harnessed.gateway.routes import WIRES
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Tree
@@ -30,6 +31,19 @@ WHOLE = {
         "n": 1,
         "max_tokens": 5,
         "max_completion_tokens": 5,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+    "/v1/completions": {
+        "model": "m",
+        "prompt": [[72, 105]],
+        "suffix": None,
+        "echo": False,
+        "logprobs": None,
+        "stop": ["END"],
+        "n": 1,
+        "best_of": 1,
+        "max_tokens": 5,
         "stream": True,
         "stream_options": {"include_usage": True},
     },
@@ -90,6 +104,44 @@ WHOLE = {
         "stream": True,
     },
 }
+PARAMETERS = {"type": "OBJECT", "properties": {"a": {"type": "ARRAY", "items": {"anyOf": [{"type": "STRING"}]}}}}
+WHOLE["/{version}/models/{model:path}:{method}"] = {
+    "systemInstruction": {"parts": [{"text": "rules"}, {"text": "more"}]},
+    "contents": [
+        {"role": "user", "parts": [{"text": "hello"}, {"inlineData": {"mimeType": "image/png", "data": "x"}}]},
+        {
+            "role": "model",
+            "parts": [
+                {"text": "hm", "thought": True},
+                {"text": "so", "thoughtSignature": "x"},
+                {"functionCall": {"id": "c1", "name": "look", "args": {"a": 20.0}}},
+                {"functionCall": {"name": "look"}},
+            ],
+        },
+        {
+            "role": "user",
+            "parts": [
+                {"functionResponse": {"id": "c1", "name": "look", "response": {"output": "a door"}}},
+                {"functionResponse": {"name": "look", "response": {"a": 1}, "parts": [{"inlineData": {}}]}},
+                {"text": "go"},
+            ],
+        },
+    ],
+    "tools": [
+        {"functionDeclarations": [{"name": "look", "description": "Look.", "parameters": PARAMETERS}]},
+        {"functionDeclarations": [{"name": "see", "parametersJsonSchema": SCHEMA}], "googleSearch": {}},
+    ],
+    "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+    "generationConfig": {
+        "candidateCount": 1,
+        "maxOutputTokens": 5,
+        "stopSequences": ["END"],
+        "responseMimeType": "text/plain",
+        "thinkingConfig": {"includeThoughts": True},
+    },
+    "cachedContent": "",
+}
+AT = {"model": "m", "method": "streamGenerateContent", "alt": "sse"}
 ODD = [None, True, -1, 0, 1.5, "", "x", [], {}, [[]], [{}], [3], ["x"], {"a": {}}, {"type": "text", "text": 3}]
 
 
@@ -119,11 +171,14 @@ def template(tmp_path_factory):
 
 def serve(path, body, template):
     """What the gateway does with a request before it asks an engine. Raises WireError or TemplateError."""
-    turn = WIRES[path].parse(body)
+    turn = WIRES[path].parse(body, AT)
     tree = Tree()
     place = tree.place(turn.messages, turn.tools)
     json.dumps([turn.asked, place.new])
-    tree.segment(place, turn.tools, template)
+    if turn.prompt is None:
+        tree.segment(place, turn.tools, template)
+    else:
+        prompted(tree, place, turn.prompt, template)
 
 
 @pytest.mark.parametrize("path", WIRES)
@@ -151,5 +206,5 @@ def test_any_value_at_any_place_is_understood_or_refused(path, template):
 )
 def test_what_is_no_request_is_refused(path, body):
     with pytest.raises(WireError) as refusal:
-        WIRES[path].parse(body)
+        WIRES[path].parse(body, AT)
     assert refusal.value.status == 400

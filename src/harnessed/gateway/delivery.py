@@ -14,6 +14,7 @@ from harnessed.gateway.wire.turn import Choice, Reply, Turn, Wire, WireError
 from harnessed.records import Node
 
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+_ONE_VALUE = [(b"content-type", b"application/json"), (b"cache-control", b"no-cache")]
 
 
 async def deliver(receive: Receive, send: Send, wire: Wire, session: Session, pending: Pending, turn: Turn) -> bool:
@@ -46,6 +47,7 @@ async def _stream(
     """
     stream = wire.Stream(turn, pending.id, time.time())
     texts = [Unfolding(session.template, turn) for _ in range(turn.wanted.n)]
+    headers = _EVENTS if turn.events else _ONE_VALUE
     begun = False
 
     async def tell(events: Callable[[], bytes], *, more: bool = True) -> None:
@@ -53,7 +55,7 @@ async def _stream(
         before = b""
         if not begun:
             begun, before = True, stream.begin(turn.wanted.n)
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": before + events(), "more_body": more})
 
     try:

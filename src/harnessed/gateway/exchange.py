@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from harnessed.config import ConfigError
@@ -28,11 +28,11 @@ from harnessed.gateway.preview import Preview
 from harnessed.gateway.recording import AttemptId, admit, mark_delivered, record_faults
 from harnessed.gateway.sampling import LIMIT, Sampler
 from harnessed.gateway.session import Pending, Session, load
-from harnessed.gateway.splits import by_text
+from harnessed.gateway.splits import by_ids, by_text, by_written
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
-from harnessed.gateway.transcript import Place, Segment
-from harnessed.gateway.wire.turn import Turn, Wire, WireError
+from harnessed.gateway.transcript import Place, Segment, Tree
+from harnessed.gateway.wire.turn import Address, Turn, Wire, WireError
 from harnessed.records import Dialect, History
 
 T = TypeVar("T")
@@ -61,8 +61,8 @@ class Exchange:
         """Answer one request of a protocol."""
         try:
             session = await self._session(self.key(scope))
-            body = await _read_body(receive)
-            turn, place, proven, segment = await self._aside(len(body), lambda: self._read(wire, session, body))
+            body, at = await _read_body(receive), _address(scope)
+            turn, place, proven, segment = await self._aside(len(body), lambda: self._read(wire, session, body, at))
             self._note_delivered(session, proven)
             pending = await self._pending(session, turn, place, segment, _retry_count(scope))
             arrived = await deliver(receive, send, wire, session, pending, turn)
@@ -77,10 +77,10 @@ class Exchange:
     async def count_tokens(self, wire: Wire, scope: Scope, receive: Receive) -> int:
         """How long the prompt of a request would be. Nothing is recorded. Raises WireError."""
         session = await self._session(self.key(scope))
-        body = await _read_body(receive)
+        body, at = await _read_body(receive), _address(scope)
 
         def count() -> int:
-            turn = _parse(wire, session, body)
+            turn = _parse(wire, session, body, at)
             segment = self._encode(session, turn, session.tree.place(turn.messages, turn.tools))
             return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
@@ -139,7 +139,8 @@ class Exchange:
         """Of the attempt that calls. Raises WireError."""
         headers = Headers(scope=scope)
         text = scope["path_params"].get("key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
-        key = self._keyring.read(text or headers.get("x-api-key", ""))
+        text = text or headers.get("x-api-key") or headers.get("x-goog-api-key") or _address(scope).get("key", "")
+        key = self._keyring.read(text)
         if key is None:
             raise WireError(401, "invalid_api_key", "this key was not made by this gateway; use the attempt's key")
         if key.scope != KeyScope.ATTEMPT:
@@ -172,12 +173,16 @@ class Exchange:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
-    def _read(self, wire: Wire, session: Session, body: bytes) -> tuple[Turn, Place, list[int], Segment | None]:
+    def _read(
+        self, wire: Wire, session: Session, body: bytes, at: Address
+    ) -> tuple[Turn, Place, list[int], Segment | None]:
         """The request, its place, the answers that it proves to have arrived, and its new tokens."""
-        turn = _parse(wire, session, body)
+        turn = _parse(wire, session, body, at)
         place = session.tree.place(turn.messages, turn.tools)
         proven = session.tree.prove_delivered(place)
         if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+            if turn.prompt is not None:
+                raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
             return turn, place, proven, None  # the engine makes them of the messages
         return turn, place, proven, self._encode(session, turn, place)
 
@@ -212,6 +217,8 @@ class Exchange:
 
     def _encode(self, session: Session, turn: Turn, place: Place) -> Segment:
         """The prompt's new tokens."""
+        if turn.prompt is not None:
+            return prompted(session.tree, place, turn.prompt, session.template)
         try:
             if session.history == History.TEMPLATE:
                 return by_text(session.tree, place, turn.messages, turn.tools, session.template)
@@ -240,15 +247,32 @@ class Exchange:
         session.drop(place.prompt, pending)
 
 
-def _parse(wire: Wire, session: Session, body: bytes) -> Turn:
+def _address(scope: Scope) -> Address:
+    return {**QueryParams(scope["query_string"]), **scope["path_params"]}
+
+
+def _parse(wire: Wire, session: Session, body: bytes, at: Address) -> Turn:
     """The request, with the history that it leaves to the gateway. Raises WireError."""
-    turn = wire.parse(body)
+    turn = wire.parse(body, at)
     if not turn.after:
         return turn
     history = session.tree.said(turn.after)
     if history is None:
         raise WireError(400, "previous_response_not_found", f"this attempt has had no response resp_{turn.after}")
     return turn.following(history)
+
+
+def prompted(tree: Tree, place: Place, prompt: str | list[int], template: ChatTemplate) -> Segment:
+    """A context that the harness wrote itself. Where it repeats one with its answer, it goes on from there. Raises
+    WireError (400)."""
+    if isinstance(prompt, str):
+        segment = by_written(tree, place, prompt, template)
+        if not (segment.ids or segment.parent):
+            raise WireError(400, "invalid_request", "`prompt` has no tokens")
+        return segment
+    if max(prompt) >= template.size:
+        raise WireError(400, "invalid_request", f"`prompt` holds a token id that is not below {template.size}")
+    return by_ids(tree, place, prompt, template)
 
 
 def _ended(attempt: AttemptId) -> WireError:

@@ -7,7 +7,7 @@ So a stream only ends well if what was recorded begins with what was sent.
 import asyncio
 from typing import Any
 
-from harnessed.gateway.reading import Piece, Reader
+from harnessed.gateway.reading import Piece
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import Turn
 
@@ -100,4 +100,4 @@ class Unfolding:
     def _forget(self) -> None:
         self._tokens, self._shown, self._held = [], [], ""
         self._same = self._known = 0
-        self._reader = Reader(self._template.format, self._turn.types)
+        self._reader = self._turn.reader(self._template.format)

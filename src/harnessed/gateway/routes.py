@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,10 +12,28 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from harnessed.gateway.exchange import Exchange
-from harnessed.gateway.wire import chat, messages, responses
+from harnessed.gateway.wire import chat, completions, gemini, messages, responses
 from harnessed.gateway.wire.turn import Wire, WireError
 
-WIRES: dict[str, Wire] = {"/v1/chat/completions": chat, "/v1/messages": messages, "/v1/responses": responses}
+WIRES: dict[str, Wire] = {
+    "/v1/chat/completions": chat,
+    "/v1/completions": completions,
+    "/v1/messages": messages,
+    "/v1/responses": responses,
+    "/{version}/models/{model:path}:{method}": gemini,
+}
+
+
+class _Listing(Wire, Protocol):
+    """A protocol that lists models."""
+
+    def render_models(self, name: str | None) -> bytes: ...
+
+
+class _Counting(Wire, Protocol):
+    """A protocol that counts the tokens of a prompt."""
+
+    def render_count(self, tokens: int) -> bytes: ...
 
 
 @dataclass(frozen=True)
@@ -28,22 +47,30 @@ class _Calls:
         await self.exchange.serve(self.wire, scope, receive, send)
 
 
+@dataclass(frozen=True)
+class _Count:
+    """Counts the tokens of a prompt, as an ASGI application."""
+
+    exchange: Exchange
+    wire: _Counting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = _json(self.wire.render_count(await self.exchange.count_tokens(self.wire, scope, receive)))
+        except WireError as error:
+            response = _json(self.wire.render_error(error), error.status)
+        await response(scope, receive, send)
+
+
 def model_routes(exchange: Exchange) -> list[Route]:
     async def models(request: Request) -> Response:
         """What SDKs ask before they call. Every name is served by the run's policy."""
-        wire = messages if "anthropic-version" in request.headers else chat
+        wire = _listing(request)
         try:
             exchange.key(request.scope)
         except WireError as error:
             return _json(wire.render_error(error), error.status)
         return _json(wire.render_models(request.path_params.get("model")))
-
-    async def count_tokens(request: Request) -> Response:
-        try:
-            tokens = await exchange.count_tokens(messages, request.scope, request.receive)
-        except WireError as error:
-            return _json(messages.render_error(error), error.status)
-        return _json(messages.render_count(tokens))
 
     async def no_socket(_: Request) -> Response:
         """Codex tries a WebSocket first; by this status it turns to requests at once."""
@@ -53,13 +80,22 @@ def model_routes(exchange: Exchange) -> list[Route]:
         route
         for at in ("", "/a/{key}")
         for route in (
+            Route(f"{at}/v1/messages/count_tokens", _Count(exchange, messages), methods=["POST"]),
+            Route(f"{at}/{{version}}/models/{{model:path}}:countTokens", _Count(exchange, gemini), methods=["POST"]),
             *(Route(at + path, _Calls(exchange, wire), methods=["POST"]) for path, wire in WIRES.items()),
-            Route(f"{at}/v1/messages/count_tokens", count_tokens, methods=["POST"]),
             Route(f"{at}/v1/responses", no_socket, methods=["GET"]),
-            Route(f"{at}/v1/models", models),
-            Route(f"{at}/v1/models/{{model:path}}", models),
+            Route(f"{at}/{{version}}/models", models),
+            Route(f"{at}/{{version}}/models/{{model:path}}", models),
         )
     ]
+
+
+def _listing(request: Request) -> _Listing:
+    """The protocol of a request for models: three have a path `/v1/models`."""
+    headers = request.headers
+    if request.path_params["version"] != "v1" or "x-goog-api-key" in headers or "key" in request.query_params:
+        return gemini
+    return messages if "anthropic-version" in headers else chat
 
 
 def _json(body: bytes, status: int = 200) -> Response:

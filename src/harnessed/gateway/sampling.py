@@ -18,7 +18,6 @@ from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.preview import Preview
-from harnessed.gateway.reading import Reader
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.splits import by_ids
@@ -216,7 +215,7 @@ def _message(template: ChatTemplate, generated: Generated, turn: Turn) -> tuple[
     if generated.finish == "stop" and not stopped:
         found = [at for stop in turn.wanted.stop if (at := text.find(stop)) >= 0]
         text = text[: min(found, default=len(text))]
-    reader = Reader(template.format, turn.types)
+    reader = turn.reader(template.format)
     piece = reader.end(text)
     message: dict[str, Any] = {"role": "assistant", "content": piece.text or (None if reader.calls else "")}
     if piece.reasoning:

@@ -1,9 +1,9 @@
 """Contexts that others made: where they follow the transcript, and why they leave it.
 
 With `history: exact` a request goes on from the tokens of the answer that it repeats (`transcript.py`). Here the
-deployed template (`history: template`) or an engine that only speaks chat made the context. It follows the deepest
-answer, of *all* branches, that it repeats to the last character or token; where that is not the answer that the
-messages repeat, the conversation goes on in a new row, and the kind of the split is kept with the node.
+deployed template (`history: template`), an engine that only speaks chat, or a harness (bare prompts) made the context.
+It follows the deepest answer, of *all* branches, that it repeats to the last character or token; where that is not the
+answer that the messages repeat, the conversation goes on in a new row, and the kind of the split is kept with the node.
 `exchange.py` calls this.
 """
 
@@ -30,7 +30,11 @@ class _Reached(NamedTuple):
 
 def by_text(tree: Tree, place: Place, messages: Messages, tools: Messages, template: ChatTemplate) -> Segment:
     """The context is what the template writes for all messages. Raises TemplateError."""
-    text = template.render(messages, tools)
+    return by_written(tree, place, template.render(messages, tools), template)
+
+
+def by_written(tree: Tree, place: Place, text: str, template: ChatTemplate) -> Segment:
+    """The context is this text, special tokens and all."""
 
     def pieces(node: Node) -> tuple[str, str, str]:
         if node.number not in tree.texts:
@@ -43,7 +47,7 @@ def by_text(tree: Tree, place: Place, messages: Messages, tools: Messages, templ
 
 
 def by_ids(tree: Tree, place: Place, ids: list[int], template: ChatTemplate) -> Segment:
-    """The context is these tokens, which the engine made of the messages."""
+    """The context is these tokens, which an engine made of the messages or a harness gave."""
     context = packed(ids)
 
     def pieces(node: Node) -> tuple[bytes, bytes, bytes]:

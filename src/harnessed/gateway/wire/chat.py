@@ -9,14 +9,14 @@ import orjson
 
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
-from harnessed.gateway.wire.turn import POLICY, Reply, Turn, Wanted, WireError
+from harnessed.gateway.wire.turn import POLICY, Address, Reply, Turn, Wanted, WireError
 
 MOST_CHOICES = 128
 _TOLD = ("role", "content", "reasoning_content", "tool_calls")
 """Of a message in a stream, everything that has an event of its own."""
 
 
-def parse(body: bytes) -> Turn:
+def parse(body: bytes, _: Address) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
     request = read_object(body)
     options = request.get("stream_options") or {}
@@ -64,7 +64,7 @@ def render(reply: Reply) -> bytes:
                 {"index": index, "message": choice.message, "logprobs": None, "finish_reason": choice.finish}
                 for index, choice in enumerate(reply.choices)
             ],
-            "usage": _usage(reply),
+            "usage": usage(reply),
         }
     )
 
@@ -98,19 +98,19 @@ class Stream:
                 events.append(self._delta(index, others | ({"tool_calls": calls} if calls else {})))
             events.append(self._delta(index, {}, choice.finish))
         if self._usage:
-            events.append(_event(self._common | {"choices": [], "usage": _usage(reply)}))
+            events.append(event(self._common | {"choices": [], "usage": usage(reply)}))
         return b"".join(events) + b"data: [DONE]\n\n"
 
     def _delta(self, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return _event(self._common | {"choices": [choice]} | ({"usage": None} if self._usage else {}))
+        return event(self._common | {"choices": [choice]} | ({"usage": None} if self._usage else {}))
 
 
-def _event(value: dict[str, Any]) -> bytes:
+def event(value: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def usage(reply: Reply) -> dict[str, int]:
     sampled = sum(choice.tokens for choice in reply.choices)
     return {
         "prompt_tokens": reply.prompt_tokens,

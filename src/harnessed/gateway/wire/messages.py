@@ -11,7 +11,7 @@ import orjson
 
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
-from harnessed.gateway.wire.turn import POLICY, Choice, Reply, Turn, Wanted, WireError
+from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
@@ -24,7 +24,7 @@ _ERRORS = {
 }
 
 
-def parse(body: bytes) -> Turn:
+def parse(body: bytes, _: Address) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
     request = read_object(body)
     choice = request.get("tool_choice")
@@ -184,7 +184,7 @@ def _blocks(choice: Choice) -> list[dict[str, Any]]:
     blocks = [_block("thinking", message["reasoning_content"])] if message.get("reasoning_content") else []
     if message.get("content") or not calls:
         blocks.append(_block("text", message.get("content") or ""))
-    return blocks + [_call(call) | {"input": _input(call["function"]["arguments"])} for call in calls]
+    return blocks + [_call(call) | {"input": parsed(call["function"]["arguments"])} for call in calls]
 
 
 def _block(kind: str, text: str) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
 
 
-def _input(arguments: str) -> dict[str, Any]:
-    """Broken arguments in the wrapping that Claude Code gives them."""
+def parsed(arguments: str) -> dict[str, Any]:
+    """Arguments of a call as an object; broken ones in the wrapping that Claude Code gives them."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:

@@ -13,7 +13,7 @@ import orjson
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import invalid, objects, read_object, whole_number
 from harnessed.gateway.wire.chat import render_error, render_models
-from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, Choice, Reply, Turn, Wanted
+from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, Address, Choice, Reply, Turn, Wanted
 
 __all__ = ["Stream", "parse", "render", "render_error", "render_models"]
 
@@ -22,7 +22,7 @@ _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant"
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def parse(body: bytes) -> Turn:
+def parse(body: bytes, _: Address) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
     request = read_object(body)
     if request.get("tool_choice") not in (None, "auto", "none"):

@@ -1,16 +1,20 @@
 """What every protocol is translated into and from: Turn (a request), Reply (its answers), WireError (a refusal)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from harnessed.gateway.formats import Types, declared
-from harnessed.gateway.reading import Piece
+from harnessed.gateway.formats import Format, Types, declared
+from harnessed.gateway.reading import Piece, Reader
 
 POLICY = "policy"
 """A name for the run's policy, which is served under every name."""
+Address = Mapping[str, str]
+"""Where a request was sent: the named parts of its path, and its query."""
 INSTRUCTIONS = "instructions"
 """Marks a message that is not part of the conversation's history."""
+PROMPT = "prompt"
+"""Marks the message that names a bare prompt, which means another thing than a chat; holds the ids of one of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,12 @@ class Turn:
     wanted: Wanted = Wanted()
     after: str = ""
     """The call whose answer the messages follow, where the client leaves the history to the gateway."""
+    prompt: str | list[int] | None = None
+    """The whole context as text or token ids, where no chat template writes it; `messages` only names it then."""
     stream: bool = False
     """Whether the answer is wanted as it is made."""
+    events: bool = True
+    """Whether a stream is one of server-sent events; else it is one JSON value."""
     usage: bool = False
     """Whether a stream is to tell how many tokens there were."""
     calls: bool = True
@@ -49,6 +57,10 @@ class Turn:
     def types(self) -> Types | None:
         """Types of the tools' parameters; None: the answer is read without calls."""
         return declared(self.tools) if self.calls and self.tools else None
+
+    def reader(self, format: Format) -> Reader:
+        """Of an answer by a policy with this format; what goes on from a bare prompt is text as a whole."""
+        return Reader(format if self.prompt is None else Format(), self.types)
 
     def following(self, history: list[dict[str, Any]]) -> "Turn":
         """With the history that it left out; instructions hold for one request only."""
@@ -92,7 +104,7 @@ class Stream(Protocol):
 class Wire(Protocol):
     """What the module of a protocol has."""
 
-    def parse(self, body: bytes) -> Turn: ...
+    def parse(self, body: bytes, at: Address, /) -> Turn: ...
 
     def render(self, reply: Reply) -> bytes: ...
 

@@ -104,6 +104,8 @@ class ScriptedEngine:
         self.running = 0
         self.waiting = 0
         self.paused = False
+        self.interruptible = True
+        """False: it does not know the request, as an engine of somebody else's."""
         self.url = ""
         self._policy = policy
         self._read: tuple[int, ChatTemplate] | None = None
@@ -168,7 +170,7 @@ class ScriptedEngine:
         number = len(self.log)
         if len(call.prompt) + call.max_tokens > self.context:
             return _error(400, "context", f"the model's maximum context length is {self.context} tokens")
-        await self._until(lambda: not self.paused)
+        await self._until(lambda: not self.paused or call.interrupted.is_set())
         self.running += 1
         try:
             return await self._answer(call, number, answer_to)
@@ -209,6 +211,8 @@ class ScriptedEngine:
         call.finish = answer.finish if whole else cut
 
     async def _interrupt(self, request: Request) -> Response:
+        if not self.interruptible:
+            return _error(404, "no_such_route", "POST /interrupt")
         id = (await request.json())["id"]
         found = [call for call in self.log if call.id == id]
         for call in found:

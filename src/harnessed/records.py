@@ -342,6 +342,8 @@ class Totals(Record):
     sampled_tokens: int
     lost: int
     """Calls that were admitted and will never be answered: their gateway died, or their engine failed."""
+    interrupted: int
+    """Calls whose client went away before their answer: what was sampled for them is kept."""
     undelivered: int
     """Answers whose last byte was not handed over."""
 

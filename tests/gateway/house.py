@@ -79,6 +79,20 @@ class House:
             base_url=self.url, auth_token=key, max_retries=0, http_client=self.anthropic_http
         )
 
+    @property
+    def clients(self) -> int:
+        """That wait for an answer, as far as the gateway knows."""
+        sessions = list(self.exchange._sessions.values())
+        return sum(pending.waiting for session in sessions for pending in session.calls_in_progress())
+
+    async def left(self, still: int = 0) -> None:
+        """Returns when the gateway has seen all clients leave, but so many."""
+        for _ in range(1000):
+            if self.clients <= still:
+                return
+            await asyncio.sleep(0.01)
+        raise TimeoutError("a client is still there")
+
     async def nodes(self, group: str = "g", index: int = 0):
         """Nodes of the last attempt of a rollout, as the trainer reads them."""
         transcripts = await self.admin(get_transcripts(group))

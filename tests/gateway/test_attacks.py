@@ -63,7 +63,7 @@ async def test_odd_arguments_of_a_harness_are_served(house, arguments):
 )
 async def test_what_cannot_be_kept_is_refused_and_harms_no_neighbour(house, body, status):
     (attempt,) = await house.attempts()
-    house.engine.paused = True
+    house.engine.paused, house.engine.interruptible = True, False
     neighbours = [asyncio.create_task(say(house, attempt.key, [{"role": "user", "content": str(i)}])) for i in range(3)]
     await asyncio.sleep(0.1)
     asking = asyncio.create_task(post(house, attempt.key, body))
@@ -93,12 +93,12 @@ async def test_another_stop_or_length_is_another_call(house):
     """The answer that was made for one is not given to the other."""
     house.engine.script = lambda prompt, call: ids("one END") if call == 1 else answer("one and more")
     (attempt,) = await house.attempts()
-    house.engine.paused = True
+    house.engine.paused, house.engine.interruptible = True, False
     asking = asyncio.create_task(say(house, attempt.key, [USER], stop=["END"]))
     while not house.engine.log:
         await asyncio.sleep(0.01)
     asking.cancel()
-    await asyncio.sleep(0.1)
+    await house.left()
     await finish_what_runs(house)
     assert told(await say(house, attempt.key, [USER]))["content"] == "one and more"
     await house.restart()
@@ -139,12 +139,12 @@ async def test_answers_of_one_call_arrive_together(house):
     """One is repeated, so the other came as well; it is not given to somebody else after a restart."""
     house.engine.script = lambda prompt, call: answer(f"answer {call}")
     (attempt,) = await house.attempts()
-    house.engine.paused = True
+    house.engine.paused, house.engine.interruptible = True, False
     asking = asyncio.create_task(say(house, attempt.key, [USER], n=2))
     while len(house.engine.log) < 2:
         await asyncio.sleep(0.01)
     asking.cancel()
-    await asyncio.sleep(0.1)
+    await house.left()
     await finish_what_runs(house, answers=2)
     await say(house, attempt.key, [USER, {"role": "assistant", "content": "answer 1"}, USER])
     assert [node.delivered for node in await house.nodes()] == [True, True, True]
@@ -155,7 +155,7 @@ async def test_answers_of_one_call_arrive_together(house):
 async def test_a_call_that_two_wait_for_is_not_given_to_a_third(house):
     """A retry joined it before the first client was seen to leave."""
     (attempt,) = await house.attempts()
-    house.engine.paused = True
+    house.engine.paused, house.engine.interruptible = True, False
     first = asyncio.create_task(say(house, attempt.key, [USER]))
     while not house.engine.log:
         await asyncio.sleep(0.01)
@@ -210,6 +210,6 @@ async def test_a_client_that_leaves_twice_gets_its_answer_the_third_time(house):
     again = asyncio.create_task(say(house, attempt.key, [USER]))
     await asyncio.sleep(0.1)
     again.cancel()
-    await asyncio.sleep(0.1)
+    await house.left()
     house.engine.paused = False
     assert told(await say(house, attempt.key, [USER]))["content"] == "answer 1"

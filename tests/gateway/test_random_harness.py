@@ -124,7 +124,11 @@ class RandomHarness:
         engine = self.house.engine
         await self.settled()
         how = self.one_of("at once", "later", "after a crash", "never")
+        engine.interruptible = self.one_of(True, False)
         answers = [self.planned_answer("stop")]
+        if how != "at once" and self.one_of(True, False):
+            await self.leave_in_the_middle(thread, answers, how)
+            return
         known = {node.number for node in await self.stored()}
         engine.paused, before = True, len(engine.log)
         asking = asyncio.create_task(self.ask(thread, answers=answers))
@@ -145,6 +149,22 @@ class RandomHarness:
             answer = await self.ask(thread, answers=[])
             assert waiting is None or self.received[-1][0] == waiting.call, "the retry did not get what was stored"
             thread += [self.resend(answer), self.prompt()]
+
+    async def leave_in_the_middle(self, thread, answers, how):
+        """Some tokens are there when it goes away."""
+        answers[0].pace_s, before = 0.004, len(self.house.engine.log)
+        asking = asyncio.create_task(self.ask(thread, answers=answers))
+        while not (asking.done() or any(call.answer for call in self.house.engine.log[before:])):
+            await asyncio.sleep(0.002)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        if how == "never":
+            return
+        await asyncio.sleep(0.02)  # the gateway sees the connection close
+        if how == "after a crash":
+            await self.settled()
+            await self.house.restart()
+        thread += [self.resend(await self.ask(thread)), self.prompt()]
 
     async def crash(self, thread):
         await self.settled()

@@ -40,16 +40,6 @@ async def gathered(stream, n=1):
     return texts, finishes, usage
 
 
-async def left(house):
-    """The gateway has seen every client leave."""
-    for _ in range(500):
-        sessions = house.exchange._sessions.values()
-        if not any(pending.waiting for session in sessions for pending in session.calls_in_progress()):
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError("a client is still there")
-
-
 def unfolding(template, stops=()):
     return Unfolding(template, Turn([USER], [], "m", Wanted(stop=stops)))
 
@@ -214,12 +204,13 @@ async def test_several_answers_are_told_apart(house):
 
 
 async def test_a_client_that_leaves_in_the_middle_gets_the_same_answer_when_it_comes_back(house):
+    house.engine.interruptible = False
     house.engine.script = lambda prompt, call: SLOW
     (attempt,) = await house.attempts()
     stream = await streamed(house, attempt.key)
     await anext(aiter(stream))
     await stream.close()
-    await left(house)
+    await house.left()
     assert (await gathered(await streamed(house, attempt.key)))[0] == ["one two three"]
     assert (await say(house, attempt.key, [USER, {"role": "user", "content": "other"}])).choices
     assert len(house.engine.log) == 2
@@ -227,13 +218,72 @@ async def test_a_client_that_leaves_in_the_middle_gets_the_same_answer_when_it_c
     assert (totals.calls, totals.answers, totals.undelivered) == (2, 2, 0)
 
 
+async def test_a_generation_that_nobody_waits_for_ends_and_the_retry_goes_on_from_its_tokens(house):
+    said = answer("one two three")
+    house.engine.script = lambda prompt, call: (
+        Scripted(said, pace_s=0.1) if call == 1 else said[len(house.engine.log[0].answer) :]
+    )
+    (attempt,) = await house.attempts()
+    stream = await streamed(house, attempt.key)
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    await stream.close()
+    await house.left()
+    assert (await gathered(await streamed(house, attempt.key)))[0] == ["one two three"]
+    first, second = house.engine.log
+    assert first.finish == "interrupted"
+    assert 0 < len(first.answer) < len(said)
+    assert second.prompt == first.prompt + first.answer
+    (node,) = await house.nodes()
+    assert node.sampled == house.engine.sampled_tokens == len(said)
+    totals = await house.admin(get_totals("r"))
+    assert (totals.calls, totals.answers, totals.lost, totals.undelivered) == (2, 1, 0, 0)
+
+
+async def test_a_client_that_left_before_the_first_token_asks_anew(house):
+    house.engine.script = lambda prompt, call: Scripted(answer(f"answer {call}"), delay_s=20 if call == 1 else 0)
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.APITimeoutError):
+        await say(house, attempt.key, [USER], timeout=0.2)
+    assert (await say(house, attempt.key, [USER])).choices[0].message.content == "answer 2"
+    assert (await house.admin(get_totals("r"))).lost == 0
+
+
+async def test_a_generation_that_somebody_else_waits_for_goes_on(house):
+    house.engine.script = lambda prompt, call: Scripted(answer("one two"), pace_s=0.05)
+    (attempt,) = await house.attempts()
+    stream = await streamed(house, attempt.key)
+    await anext(aiter(stream))
+    waiting = asyncio.create_task(say(house, attempt.key, [USER], extra_headers={"x-stainless-retry-count": "1"}))
+    await asyncio.sleep(0.1)
+    await stream.close()
+    assert (await waiting).choices[0].message.content == "one two"
+    assert len(house.engine.log) == 1
+
+
+async def test_the_end_of_an_attempt_ends_its_generations_and_keeps_their_tokens(house):
+    house.engine.script = lambda prompt, call: Scripted(answer("x" * 500), pace_s=0.1)
+    (attempt,) = await house.attempts()
+    stream = await streamed(house, attempt.key, max_tokens=1000)
+    await anext(aiter(stream))
+    began = time.monotonic()
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    assert time.monotonic() - began < 5
+    (node,) = await house.nodes()
+    assert 0 < node.sampled == house.engine.sampled_tokens < 500
+    with pytest.raises(openai.APIConnectionError):
+        await gathered(stream)
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["streamed first", "unstreamed first"])
 async def test_the_retry_may_be_streamed_where_the_first_request_was_not(house, first):
     house.engine.script = lambda prompt, call: Scripted(answer("one two"), pace_s=0.02, delay_s=1)
+    house.engine.interruptible = False
     (attempt,) = await house.attempts()
     with pytest.raises(openai.APITimeoutError):
         await say(house, attempt.key, [USER], stream=first, timeout=0.1)
-    await left(house)
+    await house.left()
     again = await say(house, attempt.key, [USER], stream=not first)
     text = again.choices[0].message.content if first else (await gathered(again))[0][0]
     assert (text, len(house.engine.log)) == ("one two", 1)
@@ -248,6 +298,7 @@ async def test_an_engine_that_hangs_up_and_says_the_same_again_breaks_nothing(ho
 
 async def test_a_stream_whose_engine_begins_again_otherwise_has_no_end_and_the_retry_gets_what_was_recorded(house):
     house.engine.script = lambda prompt, call: Scripted(answer(f"{call} two"), pace_s=0.01, hang_up=call == 1)
+    house.engine.interruptible = False
     (attempt,) = await house.attempts()
     with pytest.raises(openai.APIConnectionError):
         await gathered(await streamed(house, attempt.key))

@@ -1,8 +1,9 @@
 """How an answer reaches the client: whole, or as a stream while it is sampled. `exchange.py` calls `deliver`."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Any
 
@@ -17,11 +18,24 @@ _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 _ONE_VALUE = [(b"content-type", b"application/json"), (b"cache-control", b"no-cache")]
 
 
-async def deliver(receive: Receive, send: Send, wire: Wire, session: Session, pending: Pending, turn: Turn) -> bool:
+async def deliver(
+    send: Send, gone: "asyncio.Task[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
+) -> bool:
     """Send a call's answer; False if it did not arrive whole. Raises WireError before the first byte."""
-    gone = asyncio.create_task(_disconnect(receive))
+    return await (_stream if turn.stream else _whole)(send, gone, wire, session, pending, turn)
+
+
+@contextlib.asynccontextmanager
+async def leaving(receive: Receive) -> "AsyncIterator[asyncio.Task[None]]":
+    """A task that is done when the client is gone."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    gone = asyncio.create_task(disconnect())
     try:
-        return await (_stream if turn.stream else _whole)(send, gone, wire, session, pending, turn)
+        yield gone
     finally:
         gone.cancel()
 
@@ -96,11 +110,6 @@ async def _first(
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     for each in changing:
         each.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def send_json(send: Send, status: int, body: bytes) -> None:

@@ -14,20 +14,20 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from harnessed.config import ConfigError
-from harnessed.gateway.delivery import deliver, send_json
+from harnessed.gateway.delivery import deliver, leaving, send_json
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.recording import AttemptId, admit, mark_delivered, record_faults
 from harnessed.gateway.sampling import LIMIT, Sampler
-from harnessed.gateway.session import Pending, Session, load
+from harnessed.gateway.session import Pending, Session, attempt_ended, load
 from harnessed.gateway.splits import by_ids, by_text, by_written
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
@@ -64,8 +64,13 @@ class Exchange:
             body, at = await _read_body(receive), _address(scope)
             turn, place, proven, segment = await self._aside(len(body), lambda: self._read(wire, session, body, at))
             self._note_delivered(session, proven)
-            pending = await self._pending(session, turn, place, segment, _retry_count(scope))
-            arrived = await deliver(receive, send, wire, session, pending, turn)
+            async with leaving(receive) as gone:
+                await self._end_of_interruption(session, turn, place, gone)
+                if gone.done():
+                    return
+                pending = session.retried(turn, place, _retry_count(scope))
+                pending = pending or self._begin(session, turn, place, segment)
+                arrived = await deliver(send, gone, wire, session, pending, turn)
         except WireError as error:
             await send_json(send, error.status, wire.render_error(error))
             return
@@ -163,7 +168,7 @@ class Exchange:
         except ConfigError as error:
             raise WireError(503, "policy_unusable", str(error)) from error
         if session is None:
-            raise _ended(attempt)
+            raise attempt_ended(attempt)
         self._sessions[attempt] = session  # before anybody who waits for it goes on
         return session
 
@@ -186,16 +191,16 @@ class Exchange:
             return turn, place, proven, None  # the engine makes them of the messages
         return turn, place, proven, self._encode(session, turn, place)
 
-    async def _pending(
-        self, session: Session, turn: Turn, place: Place, segment: Segment | None, retry_count: int
-    ) -> Pending:
-        """The call that gives the answer: the one that the request repeats, or a new one."""
-        while pending := session.retried(turn, place, retry_count):
-            if not pending.interrupted or pending.answers.done():
-                pending.waiting += 1
-                return pending
-            await asyncio.wait({pending.answers})  # it may end whole, or with tokens to go on from
-        return self._begin(session, turn, place, segment)
+    async def _end_of_interruption(
+        self, session: Session, turn: Turn, place: Place, gone: "asyncio.Future[None]"
+    ) -> None:
+        """Returns when no call that this request may repeat is being interrupted: it may yet end whole, or with tokens
+        to go on from; or when the client is gone."""
+        while ending := session.being_interrupted(turn, place):
+            waited: set[asyncio.Future[Any]] = {gone, *ending}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return
 
     async def _left(self, session: Session, pending: Pending) -> None:
         """A client has gone away."""
@@ -210,7 +215,7 @@ class Exchange:
 
     def _check_admission(self, session: Session) -> None:
         if session.ended or session.attempt[0] in self._closing:
-            raise _ended(session.attempt)
+            raise attempt_ended(session.attempt)
         if session.calls >= session.limits.calls:
             self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
@@ -273,10 +278,6 @@ def prompted(tree: Tree, place: Place, prompt: str | list[int], template: ChatTe
     if max(prompt) >= template.size:
         raise WireError(400, "invalid_request", f"`prompt` holds a token id that is not below {template.size}")
     return by_ids(tree, place, prompt, template)
-
-
-def _ended(attempt: AttemptId) -> WireError:
-    return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
 
 
 def _retry_count(scope: Scope) -> int:

@@ -193,6 +193,7 @@ def totals(connection: Connection, run: str) -> Totals:
         answers=answers,
         sampled_tokens=sampled,
         lost=by_state.get("lost", 0) + by_state.get("failed", 0),
+        interrupted=by_state.get("interrupted", 0),
         undelivered=connection.execute(undelivered).scalar_one(),
     )
 

@@ -19,7 +19,7 @@ from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Int
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
-from harnessed.gateway.session import Pending, Session
+from harnessed.gateway.session import Pending, Session, attempt_ended
 from harnessed.gateway.splits import by_ids
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
@@ -123,7 +123,7 @@ class Sampler:
             self.fault(session, LIMIT, "budget: the engine's context was reached")
             raise WireError(400, "context_length_exceeded", str(failure)) from failure
         if isinstance(failure, Interrupted):
-            raise WireError(499, "interrupted", str(failure)) from failure
+            raise attempt_ended(session.attempt) from failure  # whoever else could hear it has left
         if isinstance(failure, EngineFailed):
             self.fault(session, place.prompt.hex(), f"engine: {failure}")
             raise WireError(503, "engine_failed", str(failure)) from failure
@@ -142,7 +142,7 @@ class Sampler:
             if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
                 raise WireError(503, "store_failed", str(error)) from error
             session.ended = True
-            raise WireError(403, "attempt_ended", str(error)) from error
+            raise attempt_ended(session.attempt) from error
         except Exception as error:  # whatever it was: what memory holds is ahead of the store, so it is loaded again
             session.ended = True
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error

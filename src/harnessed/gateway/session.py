@@ -13,7 +13,7 @@ from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_att
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Digest, Place, Tree
-from harnessed.gateway.wire.turn import Turn, Wanted
+from harnessed.gateway.wire.turn import Turn, Wanted, WireError
 from harnessed.records import History, Limits, Node, Sampling
 
 
@@ -100,7 +100,15 @@ class Session:
         """
         same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
         left = [pending for pending in same if not pending.waiting]
-        return next(iter(left or (same if retry_count > 0 else [])), None)
+        for pending in left or (same if retry_count > 0 else []):
+            pending.waiting += 1
+            return pending
+        return None
+
+    def being_interrupted(self, turn: Turn, place: Place) -> "list[asyncio.Future[list[Node]]]":
+        """The answers of calls like this one that nobody waited for, while they have not ended."""
+        same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
+        return [pending.answers for pending in same if pending.interrupted and not pending.answers.done()]
 
     def take_interrupted(self, prompt: Digest, wanted: Wanted) -> list[Node]:
         """Answers to go on with; they are the caller's now."""
@@ -108,6 +116,10 @@ class Session:
         if found[wanted.n :]:
             self.interrupted[prompt, wanted] = found[wanted.n :]
         return found[: wanted.n]
+
+
+def attempt_ended(attempt: AttemptId) -> WireError:
+    return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
 
 
 async def load(store: Store, attempt: AttemptId, policy: Callable[[str], ChatTemplate]) -> Session | None:

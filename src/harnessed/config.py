@@ -152,6 +152,8 @@ class Gateway(Settings):
     """0: any free port."""
     power_safe: bool = False
     """Records survive power loss too, not only the death of a process; each commit then waits for the disk."""
+    body_mb: int = Field(64, ge=1)
+    """Largest request of an agent."""
     generation_limit_s: float = Field(600, gt=0, allow_inf_nan=False)
     """Longest wait for one answer of an engine, an engine that is being started again included."""
 

@@ -166,6 +166,10 @@ class Limits(Record):
     calls: int = Field(200, ge=1)
     context: int = Field(32_768, ge=1)
     """Most tokens of prompt and answer together."""
+    tokens: int | None = Field(None, ge=1)
+    """Most tokens sampled for all answers together; none: as many as calls and context allow."""
+    at_once: int = Field(64, ge=1)
+    """Most answers that are sampled at the same time. A call beyond it is refused with status 429."""
 
 
 class RunSpec(Record):

@@ -30,6 +30,8 @@ class House:
         self.anthropic_http = anthropic.DefaultAsyncHttpxClient(timeout=60)
         """Of all SDK clients. A client that is left to the garbage collector closes its connections in whichever
         thread that runs in, the engine's for instance, and may cut off another client's."""
+        self.settings = Gateway(generation_limit_s=20)
+        """Takes effect with the next start."""
         self.world = ""
         """What a test has made of it, for all of its examples."""
         self._listener = listen()
@@ -39,7 +41,8 @@ class House:
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        application = await self._stack.enter_async_context(gateway(self.folder, Gateway(generation_limit_s=20)))
+        application = await self._stack.enter_async_context(gateway(self.folder, self.settings))
+        self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
         server = Server(application)
         serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))

@@ -195,7 +195,7 @@ class Api:
         rollout = request.path_params["rollout"]
         if key != ADMIN and key != Key(Scope.EVALUATOR, rollout):
             raise Refused(403, f"only the evaluator of rollout {rollout} may post its reward")
-        reward = await _body(request, Reward)
+        reward = await _body(request, Reward, MOST_EVENT_BYTES)
         return _answer(await self._store.write(lambda connection: lifecycle.post_reward(connection, rollout, reward)))
 
     async def end_attempt(self, request: Request) -> Response:
@@ -230,11 +230,9 @@ class Api:
         return _answer(await self._store.write(lambda connection: lifecycle.renew(connection, owner, time.time())))
 
     async def append_event(self, request: Request, key: Key) -> Response:
-        event = await _body(request, Event)
+        event = await _body(request, Event, MOST_EVENT_BYTES)
         if key != ADMIN and key != Key(Scope.ATTEMPT, event.rollout, event.attempt):
             raise Refused(403, "an attempt's key can append events of its own attempt only")
-        if len(await request.body()) > MOST_EVENT_BYTES:
-            raise Refused(413, f"an event has at most {MOST_EVENT_BYTES} bytes")
         await self._store.write(
             lambda connection: lifecycle.append_event(connection, event, time.time(), live=key != ADMIN)
         )
@@ -286,10 +284,15 @@ class Api:
         return guarded
 
 
-async def _body(request: Request, type_: type[T]) -> T:
-    """The request's body as a record. Raises ValueError (400)."""
+async def _body(request: Request, type_: type[T], most: int | None = None) -> T:
+    """The request's body as a record. Raises ValueError (400), or Refused for more than `most` bytes."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if most is not None and len(body) > most:
+            raise Refused(413, f"this request has at most {most} bytes")
     try:
-        return TypeAdapter(type_).validate_json(await request.body())
+        return TypeAdapter(type_).validate_json(body)
     except ValidationError as error:
         fault = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}") from None

@@ -90,7 +90,7 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
     await store.write(recording.mark_lost)
     for engine in await store.read(lifecycle.list_engines):
         engines.register(engine)
-    exchange = Exchange(store, engines, keyring)
+    exchange = Exchange(store, engines, keyring, settings.body_mb << 20)
     api = Api(store, engines, exchange, keyring)
     expiry = asyncio.create_task(_expire(store, exchange))
     try:

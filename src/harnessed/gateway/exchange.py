@@ -36,7 +36,6 @@ from harnessed.gateway.wire.turn import Address, Turn, Wire, WireError
 from harnessed.records import Dialect, History
 
 T = TypeVar("T")
-MOST_BODY_BYTES = 64 * 2**20
 ASIDE_BYTES = 32 * 2**10
 """Requests from this size on are read and encoded in a thread, so that they slow nobody else."""
 
@@ -44,8 +43,9 @@ ASIDE_BYTES = 32 * 2**10
 class Exchange:
     """All model calls of one gateway."""
 
-    def __init__(self, store: Store, engines: Engines, keyring: Keyring) -> None:
+    def __init__(self, store: Store, engines: Engines, keyring: Keyring, most_body_bytes: int) -> None:
         self._store = store
+        self._most_body_bytes = most_body_bytes
         self._engines = engines
         self._sampler = Sampler(store, engines)
         self._keyring = keyring
@@ -61,7 +61,7 @@ class Exchange:
         """Answer one request of a protocol."""
         try:
             session = await self._session(self.key(scope))
-            body, at = await _read_body(receive), _address(scope)
+            body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
             turn, place, proven, segment = await self._aside(len(body), lambda: self._read(wire, session, body, at))
             self._note_delivered(session, proven)
             async with leaving(receive) as gone:
@@ -82,7 +82,7 @@ class Exchange:
     async def count_tokens(self, wire: Wire, scope: Scope, receive: Receive) -> int:
         """How long the prompt of a request would be. Nothing is recorded. Raises WireError."""
         session = await self._session(self.key(scope))
-        body, at = await _read_body(receive), _address(scope)
+        body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
 
         def count() -> int:
             turn = _parse(wire, session, body, at)
@@ -213,12 +213,15 @@ class Exchange:
             self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, proven))
             session.drop_delivered(proven)
 
-    def _check_admission(self, session: Session) -> None:
+    def _check_admission(self, session: Session, n: int) -> None:
         if session.ended or session.attempt[0] in self._closing:
             raise attempt_ended(session.attempt)
         if session.calls >= session.limits.calls:
             self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
+        if session.answers_at_once + n > session.limits.at_once:
+            at_once = f"{session.limits.at_once} answers are sampled for it at once"
+            raise WireError(429, "rate_limit_exceeded", f"this attempt asks for too much: at most {at_once}")
 
     def _encode(self, session: Session, turn: Turn, place: Place) -> Segment:
         """The prompt's new tokens."""
@@ -233,14 +236,14 @@ class Exchange:
 
     def _begin(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
-        self._check_admission(session)
+        self._check_admission(session, turn.wanted.n)
         call, now = secrets.token_hex(8), time.time()
         choices = self._sampler.choices(session, turn, place, segment, call)
         session.calls += 1
         self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn, now))
         previews = [Preview() for _ in choices] if turn.stream else []
         answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call, previews))
-        pending = Pending(call, answers, turn.wanted, previews)
+        pending = Pending(call, answers, turn.wanted, previews, sum(each.generation.max_tokens for each in choices))
         session.wait_for(place.prompt, pending)
         return pending
 
@@ -286,7 +289,7 @@ def _retry_count(scope: Scope) -> int:
     return int(count) if re.fullmatch("[0-9]{1,4}", count) else 0
 
 
-async def _read_body(receive: Receive) -> bytes:
+async def _read_body(receive: Receive, most: int) -> bytes:
     pieces, size = [], 0
     while True:
         message = await receive()
@@ -294,7 +297,7 @@ async def _read_body(receive: Receive) -> bytes:
             raise WireError(400, "incomplete", "the connection was closed before the request was complete")
         pieces.append(message.get("body", b""))
         size += len(pieces[-1])
-        if size > MOST_BODY_BYTES:
-            raise WireError(413, "too_large", f"the request is larger than {MOST_BODY_BYTES} bytes")
+        if size > most:
+            raise WireError(413, "too_large", f"the request is larger than {most} bytes, the setting gateway.body_mb")
         if not message.get("more_body"):
             return b"".join(pieces)

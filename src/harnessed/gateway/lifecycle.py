@@ -27,6 +27,8 @@ from harnessed.records import (
     Task,
 )
 
+MOST_EVENTS = 10_000
+"""Of an attempt, from its agent."""
 LEASE_S = 30.0
 """How long a controller keeps its attempts without renewing."""
 
@@ -253,6 +255,9 @@ def append_event(connection: Connection, event: Event, now: float, *, live: bool
     attempt = _find(connection, attempts, mine)
     if live and (attempt is None or not attempt["live"]):
         raise Refused(403, f"attempt {event.attempt} of rollout {event.rollout} has ended; its key is void")
+    told = select(func.count()).where(and_(events.c.rollout == event.rollout, events.c.attempt == event.attempt))
+    if live and connection.execute(told).scalar_one() >= MOST_EVENTS:
+        raise Refused(403, f"attempt {event.attempt} of rollout {event.rollout} has appended its {MOST_EVENTS} events")
     connection.execute(insert(events).values(event.model_dump() | {"time": now}))
 
 

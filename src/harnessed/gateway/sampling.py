@@ -61,9 +61,13 @@ class Sampler:
         if room < 1:
             self.fault(session, LIMIT, f"budget: the context limit of {session.limits.context} tokens was reached")
             raise context_overflow(used + 1, session.limits.context)
+        left = session.tokens_left // turn.wanted.n
+        if left < 1:
+            self.fault(session, LIMIT, f"budget: the limit of {session.limits.tokens} sampled tokens was reached")
+            raise WireError(403, "budget_exhausted", f"this attempt may sample {session.limits.tokens} tokens in all")
         generation = Generation(
             prompt=prompt,
-            max_tokens=min(room, session.sampling.max_tokens, turn.wanted.max_tokens or room),
+            max_tokens=min(room, left, session.sampling.max_tokens, turn.wanted.max_tokens or room),
             temperature=session.sampling.temperature,
             seed=0,
             stop=session.template.stop_ids,

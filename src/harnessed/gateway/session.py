@@ -27,6 +27,8 @@ class Pending:
     wanted: Wanted
     previews: list[Preview] = field(default_factory=list)
     """One for each answer, if the client that asked first streams."""
+    most_tokens: int = 0
+    """That can be sampled for it."""
     waiting: int = 1
     """Clients that wait for it and have not been seen to leave."""
     interrupted: bool = False
@@ -63,6 +65,18 @@ class Session:
     """Requests that were refused or failed and have not been answered since."""
     ended: bool = False
     """Its attempt has ended; who still holds the session admits nothing more."""
+
+    @property
+    def answers_at_once(self) -> int:
+        return sum(pending.wanted.n for pending in self.calls_in_progress() if not pending.answers.done())
+
+    @property
+    def tokens_left(self) -> int:
+        """That may still be sampled, if all that is being sampled takes what it can."""
+        if self.limits.tokens is None:
+            return 2**31
+        asked = sum(pending.most_tokens for pending in self.calls_in_progress() if not pending.answers.done())
+        return self.limits.tokens - asked - sum(node.sampled for node in self.tree.nodes.values())
 
     def calls_in_progress(self) -> list[Pending]:
         return [pending for waiting in self.pending.values() for pending in waiting]

@@ -72,6 +72,7 @@ class Logged:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """In chat, with `tools`."""
     tools: list[dict[str, Any]] = field(default_factory=list)
+    response_format: dict[str, Any] = field(default_factory=dict)
     answer: list[int] = field(default_factory=list)
     finish: str = ""
     """Empty until it is answered."""
@@ -161,6 +162,7 @@ class ScriptedEngine:
             stop=asked["stop_token_ids"],
             stop_strings=asked.get("stop", []),
             tools=tools,
+            response_format=asked.get("response_format", {}),
             **{name: asked[name] for name in ("max_tokens", "temperature", "seed", "messages")},
         )
         return await self._serve(call, self._chat_answer)

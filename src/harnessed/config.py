@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
-from harnessed.records import Dialect, History, Limits, Overlong, Sampling
+from harnessed.records import Dialect, History, Limits, Overlong, Sampling, SideCall
 
 
 class ConfigError(Exception):
@@ -112,6 +112,9 @@ class Harness(Settings):
     """Variables for the agent, beside those that name its endpoint. Nothing else is inherited."""
     inherit: list[str] = []
     """Names of variables that the agent gets from the controller's own environment."""
+    side_calls: list[SideCall] = []
+    """Requests that are not trained, with the fate `side_call`: those for titles, say, `[{tools: false}]` or `[{system:
+    "conversation title"}]`, a regular expression for the system messages. By default all are trained."""
     shell: Literal["auto", "bubblewrap", "plain"] = "auto"
     """kind `mini-swe-agent`: what the model's commands run in. `auto`: bubblewrap where it works, else plain."""
 

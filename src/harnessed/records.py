@@ -6,11 +6,12 @@ Read this file alone and you know the system: a *task* is given to a *group* of 
 (they cross HTTP as msgpack and are read by numpy without a copy). This module imports nothing of the project.
 """
 
+import re
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MOST_REWARD = 1e9
 """Rewards are numbers within plus and minus this: their sums and squares stay exact enough to be compared."""
@@ -172,6 +173,25 @@ class Limits(Record):
     """Most answers that are sampled at the same time. A call beyond it is refused with status 429."""
 
 
+class SideCall(Record):
+    """A kind of request that is beside the task, for a title or a summary: all that is set has to hold."""
+
+    system: str | None = None
+    """A regular expression that is found in the text of its system messages."""
+    tools: bool | None = None
+    """Whether it declares tools."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "SideCall":
+        if self.system is None and self.tools is None:
+            raise ValueError("a side call is told by `system`, `tools` or both")
+        try:
+            re.compile(self.system or "")
+        except re.error as error:
+            raise ValueError(f"`system` of a side call is no regular expression: {error}") from None
+        return self
+
+
 class RunSpec(Record):
     """One training or evaluation."""
 
@@ -180,6 +200,7 @@ class RunSpec(Record):
     """Folder of the policy's tokenizer and chat template, as the gateway's machine sees it."""
     limits: Limits = Limits()
     history: History = History.EXACT
+    side_calls: list[SideCall] = []
 
 
 class Verdict(StrEnum):
@@ -389,6 +410,8 @@ class Node:
     """Id of the call that it answers; the answers of a request for several share it."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """Tool declarations of the request; only where it follows no conversation."""
+    apart: str = ""
+    """A `Fate` that its tokens have whatever becomes of the rollout: `side_call` or `constrained`."""
     broken_calls: int = 0
     """Texts in the answer that opened a tool call and did not parse: they were delivered as text."""
 

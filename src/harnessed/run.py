@@ -84,10 +84,19 @@ class Run:
             self._services.start("controller", arguments)
         self.gateway = Client(self.gateway_url, admin_key())
         policy = config.policy
-        self.gateway(
-            create_run(RunSpec(id=self.id, policy=str(policy.model), limits=config.limits, history=policy.history))
+        run = RunSpec(
+            id=self.id,
+            policy=str(policy.model),
+            limits=config.limits,
+            history=policy.history,
+            side_calls=config.harness.side_calls,
         )
-        broken = self.gateway(examine_template(self.id)).cases(Verdict.BROKEN)
+        self.gateway(create_run(run))
+        examination = self.gateway(examine_template(self.id))
+        template = ChatTemplate(policy.model)
+        if template.writes_calls and not template.format.calls:
+            print("warning: the policy's tool calls are in a format that no parser knows: they reach the agent as text")
+        broken = examination.cases(Verdict.BROKEN)
         if broken and policy.history == History.EXACT:
             cases = "; ".join(broken)
             print(

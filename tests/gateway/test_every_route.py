@@ -268,6 +268,6 @@ async def test_many_at_once_never_sample_more_than_the_limit_together(house):
     given = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(each) for each in given} == {openai.types.chat.ChatCompletion, openai.RateLimitError}
     assert sum(not isinstance(each, Exception) for each in given) == 3
-    error, sampled = await loop(house, attempt.key)
+    error, _ = await loop(house, attempt.key)
     assert error.code == "budget_exhausted"
     assert house.engine.sampled_tokens == 100

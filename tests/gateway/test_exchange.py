@@ -18,6 +18,7 @@ from harnessed.client import (
     append_event,
     cancel_group,
     claim,
+    create_run,
     end_attempt,
     get_rollout,
     get_totals,
@@ -28,7 +29,7 @@ from harnessed.gateway import api, delivery, exchange, lifecycle, sampling, sess
 from harnessed.gateway.keys import Key, Scope
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import WireError
-from harnessed.records import Ending, Event, Outcome, Reward, Version
+from harnessed.records import Dialect, Ending, Event, Fate, Outcome, Reward, RunSpec, SideCall, Version
 from harnessed.training.samples import build
 
 USER = {"role": "user", "content": "hello"}
@@ -679,3 +680,58 @@ async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused
         await asking
     assert house.engine.log == []
     assert (await house.admin(get_totals("r"))).calls == 0
+
+
+async def test_log_probabilities_are_told_to_who_asks(house):
+    house.engine.script = lambda prompt, call: answer("so é")
+    (attempt,) = await house.attempts()
+    whole = await say(house, attempt.key, [USER], logprobs=True)
+    told_ = whole.choices[0].logprobs.content
+    assert b"".join(bytes(each.bytes) for each in told_).decode("utf-8", "replace").startswith("so ")
+    assert [each.logprob for each in told_] == house.engine.logprobs(1, len(answer("so é")))
+    assert (await say(house, attempt.key, [USER])).choices[0].logprobs is None
+    chunks = [chunk async for chunk in await say(house, attempt.key, [USER], logprobs=True, stream=True)]
+    assert len(chunks[-1].choices[0].logprobs.content) == len(told_)
+
+
+@pytest.mark.parametrize(
+    ("kind", "marked"),
+    [
+        (SideCall(tools=False), [2]),
+        (SideCall(tools=True), [1, 3]),
+        (SideCall(system="^write a [tT]itle"), [2]),
+        (SideCall(system="title", tools=True), []),
+    ],
+)
+async def test_side_calls_that_the_run_names_are_not_trained(house, kind, marked):
+    await house.admin(create_run(RunSpec(id="r", policy=str(house.policy), side_calls=[kind])))
+    (attempt,) = await house.attempts()
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    first = await say(house, attempt.key, [USER], tools=tools)
+    await say(house, attempt.key, [{"role": "system", "content": "write a title"}, USER])
+    await say(house, attempt.key, [USER, told(first), {"role": "user", "content": "a title?"}], tools=tools)
+    await house.restart()
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    (transcript,) = await house.admin(get_transcripts("g"))
+    sample = build(transcript)
+    lengths = [len(call.answer) for call in house.engine.log]
+    side = sum(length for number, length in enumerate(lengths, 1) if number in marked)
+    assert sample.fates.get(Fate.SIDE_CALL, 0) == side
+    assert sample.trained_tokens == sum(lengths) - side
+
+
+async def test_an_answer_under_a_grammar_comes_from_engines_that_can_and_is_not_trained(house):
+    format = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    (attempt,) = await house.attempts()
+    with pytest.raises(openai.BadRequestError, match="under no grammar"):
+        await say(house, attempt.key, [USER], response_format=format)
+    await house.make_run(speaks=Dialect.CHAT)
+    assert (await say(house, attempt.key, [USER], response_format={"type": "text"})).choices
+    await say(house, attempt.key, [USER], response_format=format)
+    flat = {"format": format["json_schema"] | {"type": "json_schema"}}
+    await house.openai(attempt.key).responses.create(model="m", input="hello", text=flat)
+    assert [call.response_format for call in house.engine.log] == [{}, format, format]
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    (transcript,) = await house.admin(get_transcripts("g"))
+    first, second, third = [len(call.answer) for call in house.engine.log]
+    assert build(transcript).fates == {Fate.TRAINED: first, Fate.CONSTRAINED: second + third}

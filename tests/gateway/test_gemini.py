@@ -284,7 +284,10 @@ def test_what_harnesses_send_is_understood():
     )
     assert [(each["role"], each["content"]) for each in request.messages] == [
         ("system", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
-        ("user", [{"type": "text", "text": "x"}, {"inlineData": {"mimeType": "image/png", "data": "eA=="}}]),
+        (
+            "user",
+            [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}],
+        ),
         ("assistant", "so far"),
         ("tool", '{"error":"no"}'),
     ]

@@ -5,6 +5,7 @@ import json
 import httpx
 import openai
 import pytest
+from policies import CALLING, make_policy
 from scripted_engine import Scripted
 from test_exchange import USER, say
 from texts import answer, ids, text
@@ -55,6 +56,27 @@ async def test_the_history_may_be_left_to_the_gateway(house):
     assert prompt.index("answer 1") < prompt.index("more") < prompt.index("answer 2") < prompt.index("again")
     with pytest.raises(openai.BadRequestError, match="resp_unknown"):
         await ask(house, attempt.key, "more", previous_response_id="resp_unknown")
+
+
+async def test_items_may_be_referred_to(house):
+    """Several items of one answer are one answer."""
+    make_policy(house.policy, CALLING)
+    await house.restart()
+    call = '<tool_call>{"name": "look", "arguments": {"at": "door"}}</tool_call>'
+    house.engine.script = lambda prompt, number: answer(f"<think>hm</think>I look.{call}" if number == 1 else "so")
+    (attempt,) = await house.attempts()
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object"}}]
+    first = await ask(house, attempt.key, "hello", tools=tools)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    refers = [{"type": "item_reference", "id": item.id} for item in first.output]
+    result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "a door"}
+    for some in (refers, refers[1:], refers[2:]):
+        await ask(house, attempt.key, [{"role": "user", "content": "hello"}, *some, result], tools=tools)
+    nodes = await house.nodes()
+    assert [node.parent for node in nodes] == [0, 1, 1, 1]
+    assert nodes[1].segment == nodes[2].segment == nodes[3].segment
+    with pytest.raises(openai.BadRequestError, match="no item with the id"):
+        await ask(house, attempt.key, [{"type": "item_reference", "id": "msg_unknown"}])
 
 
 async def test_an_answer_that_was_broken_off_is_no_history(house):

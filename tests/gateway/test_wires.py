@@ -5,12 +5,14 @@ import json
 
 import pytest
 from policies import make_policy
+from texts import text
 
 from harnessed.gateway.exchange import prompted
 from harnessed.gateway.routes import WIRES
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Tree
 from harnessed.gateway.wire.turn import WireError
+from harnessed.records import Dialect
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 FUNCTION = {"name": "look", "description": "Look.", "parameters": SCHEMA}
@@ -208,3 +210,58 @@ def test_what_is_no_request_is_refused(path, body):
     with pytest.raises(WireError) as refusal:
         WIRES[path].parse(body, AT)
     assert refusal.value.status == 400
+
+
+PNG = "iVBORw0KGgo="
+URL = f"data:image/png;base64,{PNG}"
+SAID = {"type": "text", "text": "what is this?"}
+PICTURES = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": [SAID, {"type": "image_url", "image_url": {"url": URL}}]}]
+    },
+    "/v1/messages": {
+        "max_tokens": 9,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    SAID,
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
+                ],
+            }
+        ],
+    },
+    "/v1/responses": {
+        "input": [
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": SAID["text"]}, {"type": "input_image", "image_url": URL}],
+            }
+        ]
+    },
+    "/v1beta/models/m:generateContent": {
+        "contents": [
+            {
+                "role": "user",
+                "parts": [{"text": SAID["text"]}, {"inlineData": {"mimeType": "image/png", "data": PNG}}],
+            }
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("path", PICTURES)
+async def test_a_picture_is_kept_and_given_to_engines_that_take_them(house, path):
+    """Every protocol's shape becomes the one that engines know; a policy that is asked by tokens reads its name."""
+    shown = [{"role": "user", "content": [SAID, {"type": "image_url", "image_url": {"url": URL}}]}]
+    for speaks in (Dialect.TOKENS, Dialect.CHAT):
+        await house.make_run(speaks=speaks)
+        (attempt,) = await house.attempts(group=f"g-{speaks}")
+        headers = {"authorization": f"Bearer {attempt.key}"}
+        response = await house.http.post(house.url + path, json=PICTURES[path], headers=headers)
+        assert response.status_code == 200, response.text
+        (node,) = await house.nodes(f"g-{speaks}")
+        assert node.messages == shown
+    by_tokens, by_chat = house.engine.log
+    assert text(by_tokens.prompt).startswith("<|im_start|>user\nwhat is this?\n[image_url]<|im_end|>")
+    assert by_chat.messages == shown

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Any
@@ -95,10 +96,20 @@ def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
     nodes = pending.answers.result()
     prompt_tokens = session.tree.length(nodes[0].number) - nodes[0].sampled
     choices = [
-        Choice(node.message, "tool_calls" if node.message.get("tool_calls") else node.finish, node.sampled)
+        Choice(
+            node.message,
+            "tool_calls" if node.message.get("tool_calls") else node.finish,
+            node.sampled,
+            _logprobs(session, node) if turn.logprobs else [],
+        )
         for node in nodes
     ]
     return Reply(pending.id, turn.model, time.time(), prompt_tokens, choices)
+
+
+def _logprobs(session: Session, node: Node) -> list[tuple[str, float]]:
+    tokens = [session.template.written([id]) for id in array("i", node.answer)]
+    return list(zip(tokens, array("f", node.logprobs), strict=False))
 
 
 async def _first(

@@ -35,6 +35,8 @@ class Generation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """With `tools`, for engines that speak chat."""
     tools: list[dict[str, Any]] = field(default_factory=list)
+    grammar: str = ""
+    """`response_format` as JSON, for engines that speak chat."""
     id: str = ""
     """To interrupt it by."""
 
@@ -99,6 +101,7 @@ def ask(engine: EngineSpec, generation: Generation, *, stream: bool = False) -> 
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             **({"tools": generation.tools} if generation.tools else {}),
+            **({"response_format": orjson.Fragment(generation.grammar)} if generation.grammar else {}),
             **({"stop": generation.stop_strings} if generation.stop_strings else {}),
         }
         return orjson.dumps(common | chat)

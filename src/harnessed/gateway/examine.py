@@ -45,7 +45,19 @@ def examine(template: ChatTemplate) -> Examination:
         _stop(template),
         _cut(template),
     ]
-    return Examination(findings=findings)
+    return Examination(findings=[*findings, _read_calls(template)])
+
+
+def _read_calls(template: ChatTemplate) -> Finding:
+    """Are the calls of an answer read from what the model writes?"""
+    case = "tool calls of an answer"
+    if template.format.calls:
+        return Finding(case=case, verdict=Verdict.EXACT, detail="")
+    if template.writes_calls:
+        detail = "No parser knows the format in which this template writes calls: answers with calls come as text."
+    else:
+        detail = "The template does not write tool calls."
+    return Finding(case=case, verdict=Verdict.UNSUPPORTED, detail=detail)
 
 
 _THOUGHT = f"<think>\n{_MARK}\n</think>\n\nso"

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from harnessed.gateway.splits import by_ids, by_text, by_written
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Place, Segment, Tree
-from harnessed.gateway.wire.turn import Address, Turn, Wire, WireError
+from harnessed.gateway.wire.turn import REFERENCE, Address, Turn, Wire, WireError
 from harnessed.records import Dialect, History
 
 T = TypeVar("T")
@@ -189,6 +190,9 @@ class Exchange:
             if turn.prompt is not None:
                 raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
             return turn, place, proven, None  # the engine makes them of the messages
+        if turn.wanted.grammar:
+            why = "this engine samples under no grammar: leave out `response_format` (`text.format`)"
+            raise WireError(400, "no_grammar", why)
         return turn, place, proven, self._encode(session, turn, place)
 
     async def _end_of_interruption(
@@ -262,12 +266,24 @@ def _address(scope: Scope) -> Address:
 def _parse(wire: Wire, session: Session, body: bytes, at: Address) -> Turn:
     """The request, with the history that it leaves to the gateway. Raises WireError."""
     turn = wire.parse(body, at)
+    if any(REFERENCE in message for message in turn.messages):
+        turn = replace(turn, messages=[_referred(session, message) for message in turn.messages])
     if not turn.after:
         return turn
     history = session.tree.said(turn.after)
     if history is None:
         raise WireError(400, "previous_response_not_found", f"this attempt has had no response resp_{turn.after}")
     return turn.following(history)
+
+
+def _referred(session: Session, message: dict[str, Any]) -> dict[str, Any]:
+    """The answer that stands in the place of a reference to it."""
+    if REFERENCE not in message:
+        return message
+    answer = session.tree.answer(str(message[REFERENCE]))
+    if answer is None:
+        raise WireError(400, "item_not_found", f"this attempt has had no item with the id {message[REFERENCE]}")
+    return answer
 
 
 def prompted(tree: Tree, place: Place, prompt: str | list[int], template: ChatTemplate) -> Segment:

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, and_, delete, func, insert, select, update
 from harnessed.gateway.lifecycle import Refused, get_rollout, members
 from harnessed.gateway.store import attempts, calls, groups, nodes, rollouts, runs
 from harnessed.gateway.wire.turn import Turn, Wanted
-from harnessed.records import Attempt, History, Limits, Node, Purpose, Sampling, Totals, Transcript
+from harnessed.records import Attempt, History, Limits, Node, Purpose, Sampling, SideCall, Totals, Transcript
 
 AttemptId = tuple[str, int]
 """(rollout, number)."""
@@ -37,6 +37,7 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
             runs.c.limits,
             runs.c.policy,
             runs.c.history,
+            runs.c.side_calls,
             runs.c.created,
         )
         .join(rollouts, rollouts.c.id == attempts.c.rollout)
@@ -52,6 +53,7 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
         "sampling": Sampling.model_validate(row["sampling"]),
         "limits": Limits.model_validate(row["limits"]),
         "history": History(row["history"]),
+        "side_calls": [SideCall.model_validate(each) for each in row["side_calls"]],
     }
     return dict(row) | parsed
 
@@ -67,7 +69,7 @@ def load_wanted(connection: Connection, ids: list[str]) -> dict[str, Wanted]:
     for at in range(0, len(ids), 500):
         query = select(calls.c.id, calls.c.wanted).where(calls.c.id.in_(ids[at : at + 500]))
         for id, wanted in connection.execute(query):
-            found[id] = Wanted(wanted["n"], wanted["max_tokens"], tuple(wanted["stop"]))
+            found[id] = Wanted(**wanted | {"stop": tuple(wanted["stop"])})
     return found
 
 
@@ -119,6 +121,7 @@ def record_answers(
             "delivered": node.delivered,
             "follows": node.follows,
             "broken_calls": node.broken_calls,
+            "apart": node.apart,
             "split": node.split,
             "messages": orjson.dumps(node.messages),
             "message": orjson.dumps(node.message),
@@ -213,6 +216,7 @@ def _node(row: Any) -> Node:
         delivered=row["delivered"],
         follows=row["follows"],
         broken_calls=row["broken_calls"],
+        apart=row["apart"],
         split=row["split"],
         messages=orjson.loads(row["messages"]),
         message=orjson.loads(row["message"]),

@@ -6,6 +6,7 @@ the connection.
 
 import asyncio
 import hashlib
+import re
 import secrets
 import string
 import time
@@ -14,9 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NoReturn
 
+import orjson
+
 from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted
 from harnessed.gateway.lifecycle import Refused
+from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Pending, Session, attempt_ended
@@ -25,7 +29,7 @@ from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Place, Segment, packed
 from harnessed.gateway.wire.turn import Turn, WireError, context_overflow
-from harnessed.records import Node
+from harnessed.records import Fate, Node
 
 LIMIT = "limit"
 """In place of a request among the faults: what reached a limit once does so again."""
@@ -74,6 +78,7 @@ class Sampler:
             stop_strings=list(turn.wanted.stop),
             messages=turn.messages if segment is None else [],
             tools=turn.tools if segment is None else [],
+            grammar=turn.wanted.grammar,
         )
         begun = [] if segment is None else session.take_interrupted(place.prompt, turn.wanted)
         return [
@@ -195,9 +200,23 @@ def _node(
         messages=place.new,
         message=message,
         broken_calls=broken,
+        apart=_apart(session, turn),
         call=call,
         tools=[] if place.follows else turn.tools,
     )
+
+
+def _apart(session: Session, turn: Turn) -> str:
+    """The fate of an answer that is not trained for what the request is."""
+    if turn.wanted.grammar:
+        return Fate.CONSTRAINED
+    said = [text_of(message.get("content")) for message in turn.messages if message["role"] == "system"]
+    system = "\n".join(text if isinstance(text, str) else orjson.dumps(text).decode() for text in said)
+    for kind in session.side_calls:
+        tools = kind.tools is None or kind.tools == bool(turn.tools)
+        if tools and (kind.system is None or re.search(kind.system, system)):
+            return Fate.SIDE_CALL
+    return ""
 
 
 def _kept(node: Node) -> Generated:

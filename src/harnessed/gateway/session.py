@@ -14,7 +14,7 @@ from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Digest, Place, Tree
 from harnessed.gateway.wire.turn import Turn, Wanted, WireError
-from harnessed.records import History, Limits, Node, Sampling
+from harnessed.records import History, Limits, Node, Sampling, SideCall
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +52,7 @@ class Session:
     sampling: Sampling
     limits: Limits
     history: History
+    side_calls: list[SideCall]
     template: ChatTemplate
     tree: Tree
     calls: int
@@ -151,6 +152,7 @@ async def load(store: Store, attempt: AttemptId, policy: Callable[[str], ChatTem
         sampling=known["sampling"],
         limits=known["limits"],
         history=known["history"],
+        side_calls=known["side_calls"],
         template=policy(known["policy"]).at(known["created"]),
         tree=await asyncio.to_thread(Tree.of, nodes),
         calls=await store.read(lambda connection: count_calls(connection, attempt)),

@@ -49,6 +49,7 @@ runs = Table(
     Column("policy", String, nullable=False),
     Column("limits", JSON, nullable=False),
     Column("history", String, nullable=False),
+    Column("side_calls", JSON, nullable=False),
     Column("created", Float, nullable=False),
 )
 
@@ -144,6 +145,7 @@ nodes = Table(
     Column("delivered", Boolean, nullable=False),
     Column("follows", Integer, nullable=False),
     Column("broken_calls", Integer, nullable=False),
+    Column("apart", String, nullable=False),
     Column("split", String, nullable=False),
     Column("messages", LargeBinary, nullable=False),  # JSON, not parsed again before somebody reads it
     Column("message", LargeBinary, nullable=False),

@@ -74,7 +74,9 @@ class ChatTemplate:
         self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
         self._templates = {name: _compile(source) for name, source in _template_sources(folder, settings).items()}
         self._now = datetime.datetime.now()
-        self._way = next((way for way in _WAYS if self._writes_calls(way)), _WAYS[0])
+        way = next((way for way in _WAYS if self._writes_calls_in(way)), None)
+        self._way = way or _WAYS[0]
+        self.writes_calls = way is not None
         self.stop_ids = self._stop_ids(folder)
         stops = [text for id in self.stop_ids if (text := self._tokenizer.id_to_token(id))]
         self.format = format_of(self._try, "".join(_template_sources(folder, settings).values()), stops)
@@ -168,7 +170,7 @@ class ChatTemplate:
         except Exception as error:  # a template is somebody's program: it may raise anything
             raise TemplateError(f"the chat template cannot render these messages: {error}") from error
 
-    def _writes_calls(self, way: "_Way") -> bool:
+    def _writes_calls_in(self, way: "_Way") -> bool:
         self._way = way
         text = self._try([_USER, _CALLING], [])
         return _PROBE in text and "'at'" not in text  # as a template writes an object that it takes for JSON
@@ -221,12 +223,13 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> Any:
-    """Text blocks as the string that text templates expect (OpenHands sends blocks); other parts are left to them."""
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(block, dict) and block.get("type") == "text" for block in content):
-        return "\n".join(block.get("text", "") for block in content)
-    return content
+    """The text that templates expect, of parts too (OpenHands sends them). A policy that is asked by token ids gets no
+    pictures and the like: what was there is named."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    parts = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
+    texts = [part.get("text") or "" if part.get("type") == "text" else f"[{part.get('type')}]" for part in parts]
+    return "\n".join(map(str, texts))
 
 
 def _read_tokenizer(folder: Path) -> Any:

@@ -154,11 +154,16 @@ class Tree:
 
     def said(self, call: str) -> list[Message] | None:
         """All messages of a conversation up to the answer of a call; None: there is none."""
-        number = next((number for number in self._calls.get(call, []) if number in self._ends), 0)
+        number = self._answered(call)
         if not number:
-            return None  # or nobody got it: it was broken off
+            return None
         nodes = [self.nodes[each] for each in self.conversation(number)]
         return [message for node in nodes for message in (*node.messages, node.message)]
+
+    def answer(self, name: str) -> Message | None:
+        """The answer of a call, or the one that made a tool call of that id; None: there is none."""
+        number = self._answered(name) or self._ids.get(name, 0)
+        return self.nodes[number].message if number else None
 
     def repeated(self, place: Place, number: int) -> Message:
         """The answer of a node of the conversation that a request follows, as the request repeats it."""
@@ -184,6 +189,10 @@ class Tree:
             pieces += (node.answer[: len(node.answer) - 4 * cut], node.segment)
             cut = node.cut
         return b"".join(reversed(pieces))
+
+    def _answered(self, call: str) -> int:
+        """The node that answers a call; 0: none, or nobody got it because it was broken off."""
+        return next((number for number in self._calls.get(call, []) if number in self._ends), 0)
 
     def _from_the_start(self, number: int, before: Callable[[Node], int]) -> list[int]:
         path = []

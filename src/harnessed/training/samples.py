@@ -113,7 +113,9 @@ def _rows(rollout: str, nodes: list[Node], bound: Bound) -> tuple[list[Row], Led
     open_ = set()
     """Answers that are to be trained and stand in no row yet."""
     for number, node in delivered.items():
-        if node.logprobs:
+        if node.apart:
+            ledger[number] = [(Fate(node.apart), node.sampled)]
+        elif node.logprobs:
             open_.add(number)
         else:
             ledger[number] = [(Fate.NO_LOGPROB, node.sampled)]

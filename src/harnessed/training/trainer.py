@@ -140,7 +140,7 @@ class Trainer:
                     self._report.transcript(transcript, spec.task, sample.fates, number)
             self._rollouts.close()
 
-        metrics = self._metrics(number, samples, taken, update) | _splits(groups)
+        metrics = self._metrics(number, samples, taken, update) | _oddities(groups)
         metrics["rows_per_rollout"] = len(rows) / max(len(taken.samples), 1)
         metrics["rollout_seconds"] = rolled_out - started
         metrics["seconds"] = time.monotonic() - started
@@ -254,11 +254,12 @@ class Trainer:
         )
 
 
-def _splits(groups: list[list[Transcript]]) -> dict[str, int]:
-    """How often a conversation went on in a new row, by kind."""
+def _oddities(groups: list[list[Transcript]]) -> dict[str, int]:
+    """How often a conversation went on in a new row, by kind, and how often what opened a tool call was none."""
     attempts = [transcript.attempts[-1] for group in groups for transcript in group if transcript.attempts]
     found = Counter(node.split for attempt in attempts for node in attempt.nodes)
-    return {f"splits_{kind}": found[kind] for kind in Split}
+    broken = sum(node.broken_calls for attempt in attempts for node in attempt.nodes)
+    return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
 
 
 def select(groups: list[list[Sample]], *, normalise: bool) -> Taken:

@@ -45,6 +45,19 @@ def texts(request: dict[str, Any], name: str) -> tuple[str, ...]:
     return tuple(strings)
 
 
+def image(url: Any) -> dict[str, Any]:
+    """A picture as a part of a chat message."""
+    return {"type": "image_url", "image_url": {"url": str(url)}}
+
+
+def grammar_of(request: dict[str, Any], name: str) -> str:
+    """`response_format` as JSON; empty where any text will do."""
+    value = request.get(name) or {}
+    if not isinstance(value, dict):
+        raise invalid(f"`{name}` must be an object")
+    return orjson.dumps(value).decode() if value.get("type") not in (None, "text") else ""
+
+
 def whole_number(request: dict[str, Any], name: str, most: int | None = None) -> int | None:
     """From 1 to `most`; None where it is left out."""
     value = request.get(name)

@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
-from harnessed.gateway.wire.turn import POLICY, Address, Reply, Turn, Wanted, WireError
+from harnessed.gateway.wire.body import grammar_of, invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
 MOST_CHOICES = 128
 _TOLD = ("role", "content", "reasoning_content", "tool_calls")
@@ -24,8 +24,6 @@ def parse(body: bytes, _: Address) -> Turn:
         raise invalid("`stream_options` must be an object")
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
-    if isinstance(grammar := request.get("response_format"), dict) and grammar.get("type") != "text":
-        raise invalid("answers under a grammar are not supported: leave `response_format` out")
     messages = objects(request, "messages")
     if not messages:
         raise invalid("`messages` must hold at least one message")
@@ -44,9 +42,11 @@ def parse(body: bytes, _: Address) -> Turn:
             n=whole_number(request, "n", MOST_CHOICES) or 1,
             max_tokens=whole_number(request, "max_completion_tokens") or whole_number(request, "max_tokens"),
             stop=texts(request, "stop"),
+            grammar=grammar_of(request, "response_format"),
         ),
         stream=bool(request.get("stream")),
         usage=bool(options.get("include_usage")),
+        logprobs=bool(request.get("logprobs")),
         calls=request.get("tool_choice") != "none",
         asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
     )
@@ -61,7 +61,12 @@ def render(reply: Reply) -> bytes:
             "created": int(reply.created),
             "model": reply.model,
             "choices": [
-                {"index": index, "message": choice.message, "logprobs": None, "finish_reason": choice.finish}
+                {
+                    "index": index,
+                    "message": choice.message,
+                    "logprobs": _logprobs(choice),
+                    "finish_reason": choice.finish,
+                }
                 for index, choice in enumerate(reply.choices)
             ],
             "usage": usage(reply),
@@ -96,13 +101,15 @@ class Stream:
             others = {k: v for k, v in choice.message.items() if k not in _TOLD and v}
             if calls or others:
                 events.append(self._delta(index, others | ({"tool_calls": calls} if calls else {})))
-            events.append(self._delta(index, {}, choice.finish))
+            events.append(self._delta(index, {}, choice.finish, _logprobs(choice)))
         if self._usage:
             events.append(event(self._common | {"choices": [], "usage": usage(reply)}))
         return b"".join(events) + b"data: [DONE]\n\n"
 
-    def _delta(self, index: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    def _delta(
+        self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return event(self._common | {"choices": [choice]} | ({"usage": None} if self._usage else {}))
 
 
@@ -117,6 +124,15 @@ def usage(reply: Reply) -> dict[str, int]:
         "completion_tokens": sampled,
         "total_tokens": reply.prompt_tokens + sampled,
     }
+
+
+def _logprobs(choice: Choice) -> dict[str, Any] | None:
+    """Of every sampled token, the stop too; `top_logprobs` are not known here. Streams have them at their end."""
+    content = [
+        {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, logprob in choice.logprobs
+    ]
+    return {"content": content, "refusal": None} if content else None
 
 
 def render_models(name: str | None) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.body import image, invalid, objects, read_object, texts, whole_number
 from harnessed.gateway.wire.chat import MOST_CHOICES
 from harnessed.gateway.wire.messages import parsed
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
@@ -212,10 +212,18 @@ def _system(request: Item) -> list[Item]:
 
 def _content(parts: list[Item]) -> Any:
     """Parts as they come, but texts as templates know them, and one text as itself."""
-    content = [{"type": "text", "text": _text(part)} if "text" in part else part for part in parts]
+    content = [{"type": "text", "text": _text(part)} if "text" in part else _picture(part) for part in parts]
     if not content:
         return ""
     return content[0]["text"] if len(content) == 1 and "text" in parts[0] else content
+
+
+def _picture(part: Item) -> Item:
+    """Parts with a picture as chat messages have them."""
+    data = part.get("inlineData") or part.get("inline_data")
+    if not isinstance(data, dict) or not str(data.get("mimeType")).startswith("image/"):
+        return part
+    return image(f"data:{data['mimeType']};base64,{data.get('data')}")
 
 
 def _text(part: Item) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.body import image, invalid, objects, read_object, texts, whole_number
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -166,7 +166,15 @@ def _content(content: Any) -> Any:
         raise invalid("`content` must be a text or a list of blocks")
     if len(content) == 1 and content[0].get("type") == "text":
         return content[0].get("text", "")
-    return content
+    return [_picture(block) for block in content]
+
+
+def _picture(block: dict[str, Any]) -> dict[str, Any]:
+    """Blocks with a picture as chat messages have them."""
+    source = block.get("source")
+    if block.get("type") != "image" or not isinstance(source, dict):
+        return block
+    return image(source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}")
 
 
 def _joined(blocks: list[dict[str, Any]], kind: str) -> str:

@@ -11,14 +11,16 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import invalid, objects, read_object, whole_number
+from harnessed.gateway.wire.body import grammar_of, image, invalid, objects, read_object, whole_number
 from harnessed.gateway.wire.chat import render_error, render_models
-from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, Address, Choice, Reply, Turn, Wanted
+from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, REFERENCE, Address, Choice, Reply, Turn, Wanted
 
 __all__ = ["Stream", "parse", "render", "render_error", "render_models"]
 
 Item = dict[str, Any]
 _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
+_REFERENCES = {"rs": "reasoning", "msg": "message", "fc": "function_call"}
+"""The beginning of an item's id -> its type."""
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -38,7 +40,7 @@ def parse(body: bytes, _: Address) -> Turn:
         messages=first + _messages(items),
         tools=_tools(objects(request, "tools")),
         model=str(request.get("model") or POLICY),
-        wanted=Wanted(max_tokens=whole_number(request, "max_output_tokens")),
+        wanted=Wanted(max_tokens=whole_number(request, "max_output_tokens"), grammar=_grammar(request)),
         stream=bool(request.get("stream")),
         calls=request.get("tool_choice") != "none",
         after=after.removeprefix("resp_"),
@@ -131,6 +133,15 @@ class Stream:
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
 
+def _grammar(request: Item) -> str:
+    """`text.format`, in the shape of Chat Completions."""
+    format = (request.get("text") or {}).get("format") if isinstance(request.get("text"), dict) else None
+    if isinstance(format, dict) and format.get("type") == "json_schema":
+        schema = {key: value for key, value in format.items() if key != "type"}
+        return grammar_of({"text.format": {"type": "json_schema", "json_schema": schema}}, "text.format")
+    return grammar_of({"text.format": format}, "text.format")
+
+
 def _messages(items: list[Item]) -> list[Item]:
     """Items of one answer, in the order reasoning, text, calls, become one message."""
     messages: list[Item] = []
@@ -138,11 +149,13 @@ def _messages(items: list[Item]) -> list[Item]:
     """Of the answer that the last message is: 1 reasoning, 2 text, 3 calls; 0: it is none."""
     for item in items:
         kind = item.get("type") or "message"
+        if kind == "item_reference":
+            kind = _REFERENCES.get(str(item.get("id")).partition("_")[0], "item_reference")
         if kind == "function_call_output":
             content = _content(item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             stage = 0
-        elif kind == "message" and item.get("role") != "assistant":
+        elif kind == "message" and item.get("role") != "assistant" and item.get("type") != "item_reference":
             if item.get("role") not in list(_ROLES):
                 raise invalid("every message needs a `role`: user, assistant, system or developer")
             messages.append({"role": _ROLES[item["role"]], "content": _content(item.get("content"))})
@@ -160,7 +173,9 @@ def _messages(items: list[Item]) -> list[Item]:
 
 def _add(answer: Item, kind: str, item: Item) -> None:
     """One item of an answer."""
-    if kind == "reasoning":
+    if item.get("type") == "item_reference":
+        answer[REFERENCE] = str(item["id"]).partition("_")[2]
+    elif kind == "reasoning":
         answer["reasoning_content"] = _joined(item.get("content") or item.get("summary"))
     elif kind == "message":
         answer["content"] = _joined(item.get("content"))
@@ -178,11 +193,14 @@ def _content(content: Any) -> Any:
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise invalid("`content` must be a text or a list of parts")
-    parts = [
-        {"type": "text", "text": str(part.get("text") or "")} if part.get("type") in _TEXTS else part
-        for part in content
-    ]
+    parts = [_part(part) for part in content]
     return parts[0]["text"] if len(parts) == 1 and parts[0].get("type") == "text" else parts
+
+
+def _part(part: Item) -> Item:
+    if part.get("type") in _TEXTS:
+        return {"type": "text", "text": str(part.get("text") or "")}
+    return image(part["image_url"]) if part.get("type") == "input_image" and part.get("image_url") else part
 
 
 def _joined(parts: Any) -> str:

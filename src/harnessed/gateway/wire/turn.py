@@ -11,9 +11,11 @@ POLICY = "policy"
 """A name for the run's policy, which is served under every name."""
 Address = Mapping[str, str]
 """Where a request was sent: the named parts of its path, and its query."""
-INSTRUCTIONS = "instructions"
+REFERENCE = "harnessed:reference"
+"""In place of an assistant message: the call, or the id of a tool call, whose answer it is."""
+INSTRUCTIONS = "harnessed:instructions"
 """Marks a message that is not part of the conversation's history."""
-PROMPT = "prompt"
+PROMPT = "harnessed:prompt"
 """Marks the message that names a bare prompt, which means another thing than a chat; holds the ids of one of tokens."""
 
 
@@ -26,6 +28,8 @@ class Wanted:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they are not delivered."""
+    grammar: str = ""
+    """OpenAI's `response_format` as JSON, where the answer has to have one: for engines that can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Turn:
     """Whether the answer is wanted as it is made."""
     events: bool = True
     """Whether a stream is one of server-sent events; else it is one JSON value."""
+    logprobs: bool = False
+    """Whether the answer is wanted with the log-probability of each token."""
     usage: bool = False
     """Whether a stream is to tell how many tokens there were."""
     calls: bool = True
@@ -78,6 +84,8 @@ class Choice:
     """`stop`, `length` or `tool_calls`."""
     tokens: int
     """Sampled tokens."""
+    logprobs: list[tuple[str, float]] = field(default_factory=list)
+    """Each token and its log-probability, where they were asked for and the engine gave them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,8 @@ import json
 
 import pytest
 from driving import binary, calls_once, ended
+from policies import CALLING, make_policy
+from texts import answer, text
 
 from harnessed.records import Dialect
 
@@ -11,7 +13,7 @@ OPENCODE = binary("opencode")
 pytestmark = pytest.mark.skipif(not OPENCODE.exists(), reason="`make harnesses` fetches it")
 
 
-async def opencode(house, place, key, *arguments):
+async def opencode(house, place, key, *arguments, status=0):
     options = {"baseURL": f"{house.url}/v1", "apiKey": key}
     models = {"any": {"limit": {"context": 200_000, "output": 4000}}}
     provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
@@ -19,7 +21,12 @@ async def opencode(house, place, key, *arguments):
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text(json.dumps({"model": "mock/any", "provider": {"mock": provider}}))
     return await place.run(
-        OPENCODE, "run", *arguments, OPENCODE_DISABLE_MODELS_FETCH="1", OPENCODE_DISABLE_AUTOUPDATE="1"
+        OPENCODE,
+        "run",
+        *arguments,
+        status=status,
+        OPENCODE_DISABLE_MODELS_FETCH="1",
+        OPENCODE_DISABLE_AUTOUPDATE="1",
     )
 
 
@@ -46,3 +53,28 @@ async def test_a_tool_call_runs_and_its_answer_is_found_again(house, place):
     (called,) = [node.number for node in nodes if node.message.get("tool_calls")]
     assert nodes[-1].follows == called
     await ended(house, attempt)
+
+
+async def test_a_conversation_that_outgrows_the_context_is_compacted_and_goes_on(house, place):
+    """It knows the gateway's refusal; the summary and what follows are rows of their own."""
+    make_policy(house.policy, CALLING)
+    await house.restart()
+    await house.make_run(context=60_000)
+    call = json.dumps({"name": "bash", "arguments": {"description": "Fill", "command": "printf 'x%.0s' {1..15000}"}})
+
+    def script(prompt, number):
+        said = text(prompt)
+        if "<|im_start|>tools" not in said:
+            return answer("The summary: x was printed." if "xxxxxxxxxx" in said else "A title")
+        compacted = "The summary: x was printed." in said
+        return answer("done" if compacted else f"<tool_call>\n{call}\n</tool_call>")
+
+    house.engine.script = script
+    (attempt,) = await house.attempts()
+    # It ends with status 1 since it has shown an error, whatever came after.
+    assert "done" in await opencode(house, place, attempt.key, "print much", status=1)
+    assert max(len(each.prompt) for each in house.engine.log) <= 60_000
+    rows = await ended(house, attempt)
+    assert sum(row.trained.sum() for row in rows) == house.engine.sampled_tokens
+    said = [text(each.prompt) for each in house.engine.log]
+    assert any("The summary" in each and "xxxxxxxxxx" not in each for each in said), "it went on with the summary"

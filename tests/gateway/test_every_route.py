@@ -268,6 +268,8 @@ async def test_many_at_once_never_sample_more_than_the_limit_together(house):
     given = await asyncio.gather(*asked, return_exceptions=True)
     assert {type(each) for each in given} == {openai.types.chat.ChatCompletion, openai.RateLimitError}
     assert sum(not isinstance(each, Exception) for each in given) == 3
+    with pytest.raises(openai.BadRequestError, match="4 answers were asked for: at most 3"):
+        await say(house, attempt.key, [USER], n=4)
     error, _ = await loop(house, attempt.key)
     assert error.code == "budget_exhausted"
     assert house.engine.sampled_tokens == 100

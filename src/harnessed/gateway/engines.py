@@ -114,14 +114,12 @@ class Engines:
         raise AssertionError("the deadline ends the loop")
 
     async def interrupt(self, run: str, rollout: str, ids: list[str]) -> None:
-        """Let generations end with the tokens that they have. An engine that speaks chat cannot, and goes on."""
+        """Let generations end with the tokens that they have, of an engine that is asked by tokens."""
+        self._unwanted.update(ids)
         try:
             engine = self._of(run, rollout)
         except EngineFailed:
             return
-        if engine.speaks == Dialect.CHAT:
-            return
-        self._unwanted.update(ids)
         # A request that is still on its way to the engine is not known there yet.
         for wait_s in _BACKOFF_S:
             asked = [self._interrupt(engine, id) for id in ids if id in self._unwanted]

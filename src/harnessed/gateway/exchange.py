@@ -223,9 +223,11 @@ class Exchange:
         if session.calls >= session.limits.calls:
             self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
+        at_once = f"at most {session.limits.at_once} answers are sampled for an attempt at once"
+        if n > session.limits.at_once:
+            raise WireError(400, "too_many_answers", f"{n} answers were asked for: {at_once}")
         if session.answers_at_once + n > session.limits.at_once:
-            at_once = f"{session.limits.at_once} answers are sampled for it at once"
-            raise WireError(429, "rate_limit_exceeded", f"this attempt asks for too much: at most {at_once}")
+            raise WireError(429, "rate_limit_exceeded", f"{at_once}: ask again when some have arrived")
 
     def _encode(self, session: Session, turn: Turn, place: Place) -> Segment:
         """The prompt's new tokens."""

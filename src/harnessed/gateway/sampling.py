@@ -29,7 +29,7 @@ from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Place, Segment, packed
 from harnessed.gateway.wire.turn import Turn, WireError, context_overflow
-from harnessed.records import Fate, Node
+from harnessed.records import Dialect, Fate, Node
 
 LIMIT = "limit"
 """In place of a request among the faults: what reached a limit once does so again."""
@@ -117,7 +117,10 @@ class Sampler:
         return nodes
 
     async def interrupt(self, session: Session, pending: Pending) -> None:
-        """Nobody waits for a call any more: its generations end, and the tokens that they have are kept."""
+        """Nobody waits for a call any more: its generations end, and the tokens that they have are kept. An engine that
+        speaks chat cannot do so, and goes on to the end."""
+        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+            return
         pending.interrupted = True
         ids = [f"{pending.id}.{choice}" for choice in range(pending.wanted.n)]
         await self._engines.interrupt(session.run, session.attempt[0], ids)

@@ -19,7 +19,7 @@ demo: $(INSTALLED) $(MODEL)/config.json
 
 test: $(INSTALLED) families $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; up to 6 minutes on two cores"
-	@$(VENV)/bin/pytest -n 2 --dist loadfile
+	@$(VENV)/bin/pytest -n 2 --dist loadfile --ignore tests/harnesses
 
 smollm2: $(SMOLLM2)/config.json
 
@@ -61,11 +61,11 @@ families: .cache/families
 	@$(VENV)/bin/python tests/families.py .cache/families
 
 harnesses: .cache/harnesses
-	@echo "harnesses: Claude Code, Codex and OpenCode, unmodified, through the gateway; under a minute"
-	@$(VENV)/bin/pytest tests/harnesses
+	@echo "harnesses: drives each, unmodified, through gateway and local runner; about three minutes"
+	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
 
 .cache/harnesses: | $(INSTALLED)
-	@echo "harnesses: fetches Claude Code, Codex and OpenCode with npm (1 GB on disk); about a minute"
+	@echo "harnesses: fetches seven with npm and uv (3 GB on disk); one to two minutes"
 	@$(VENV)/bin/python tests/harnesses/packages.py .cache/harnesses
 
 benchmarks: $(SMOLLM2)/config.json

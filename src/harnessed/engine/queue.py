@@ -118,6 +118,7 @@ class Queue:
             self._waiting.remove(request)
             request.sequence.finish = "interrupted"
             request.done.set_result(self._version)
+        self._look()
         running = [request for request in self._running if request.id == id]
         for request in running:
             request.sequence.interrupted = True

@@ -67,6 +67,7 @@ class Logged:
     seed: int
     stop: list[int]
     stop_strings: list[str] = field(default_factory=list)
+    top_p: float = 1.0
     stream: bool = False
     id: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -161,7 +162,7 @@ class ScriptedEngine:
             stop=asked["stop_token_ids"],
             stop_strings=asked.get("stop", []),
             tools=tools,
-            **{name: asked[name] for name in ("max_tokens", "temperature", "seed", "messages")},
+            **{name: asked[name] for name in ("max_tokens", "temperature", "top_p", "seed", "messages")},
         )
         return await self._serve(call, self._chat_answer)
 

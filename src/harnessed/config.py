@@ -241,9 +241,11 @@ class Trainer(Settings):
 
 class Evaluation(Settings):
     tasks: int = Field(64, ge=1)
-    """Held-out tasks, sampled as in training, before the first and after the last step."""
+    """Held-out tasks, run before the first and after the last step."""
     greedy_tasks: int = Field(0, ge=0)
     """The first so many of them are run greedily as well."""
+    sampling: Sampling | None = None
+    """How held-out tasks are sampled, with the settings of `sampling`; as in training where it is left out."""
 
 
 class Config(Settings):
@@ -259,6 +261,15 @@ class Config(Settings):
     limits: Limits = Limits()
     trainer: Trainer = Trainer()
     evaluation: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _trains_on_the_whole_vocabulary(self) -> "Config":
+        if self.sampling.top_p < 1:
+            raise ValueError(
+                f"sampling.top_p: {self.sampling.top_p:g} cannot be trained on, since the trainer computes "
+                "log-probabilities over the whole vocabulary; for held-out tasks set evaluation.sampling.top_p"
+            )
+        return self
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:

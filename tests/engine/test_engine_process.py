@@ -68,6 +68,13 @@ def test_many_at_once_get_what_each_gets_alone_and_every_token_is_counted(engine
         assert engine.generate(**body)["tokens"] == answer["tokens"]
 
 
+def test_a_small_top_p_leaves_the_likeliest_token(engine):
+    greedy = engine.generate(temperature=0)
+    nearly = engine.generate(top_p=1e-6, seed=4)
+    assert nearly["tokens"] == greedy["tokens"]
+    assert nearly["logprobs"] == [0.0] * 8, "of the tokens that it was sampled from"
+
+
 def lines(response):
     """What a streamed answer showed, and its last line."""
     *shown, last = map(json.loads, response.text.splitlines())
@@ -253,7 +260,9 @@ async def test_a_queue_whose_last_waiting_request_is_interrupted_is_idle(model):
         ({"max_tokens": 0}, "bad_request", "max_tokens: "),
         ({"temperature": -1}, "bad_request", "temperature: "),
         ({"temperature": 1e-9}, "bad_request", "must be 0 (greedy) or at least 0.001"),
-        ({"top_p": 0.5}, "bad_request", "top_p: Extra inputs are not permitted"),
+        ({"top_p": 0}, "bad_request", "top_p: "),
+        ({"top_p": 1.01}, "bad_request", "top_p: "),
+        ({"top_k": 5}, "bad_request", "top_k: Extra inputs are not permitted"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_with_the_reason(engine, changes, code, says):

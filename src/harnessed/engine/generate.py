@@ -36,6 +36,7 @@ class Sequence:
         "stop",
         "temperature",
         "tokens",
+        "top_p",
         "uniform",
     )
 
@@ -47,12 +48,15 @@ class Sequence:
         seed: int,
         stop: frozenset[int],
         ended: Callable[[list[int]], bool] | None = None,
+        top_p: float = 1.0,
     ) -> None:
         self.prompt = prompt
         """Not empty; prompt and max_tokens fit the model's context."""
         self.max_tokens = max_tokens
         self.temperature = temperature
         """0: greedy, with log-probability 0."""
+        self.top_p = top_p
+        """Above 0, up to 1: sampled from the fewest likeliest tokens whose probabilities sum to at least this."""
         self.stop = stop
         """The first of these ends the sequence."""
         self.ended = ended
@@ -237,14 +241,18 @@ def _prefill(model: Any, prompts: list[tuple[int, ...]]) -> tuple[_Block, torch.
 def _sample(logits: torch.Tensor, rows: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
     """One token [row] for each row of logits [row, vocabulary], and its log-probability [row].
 
-    p = softmax(logits / temperature), and the token is the first whose cumulated p exceeds u, where u is the next
-    number of the sequence's own generator. `torch.multinomial` draws for the whole batch from one generator, so that an
-    answer would depend on which requests happened to be neighbours; here it depends on prompt, seed and weights alone.
+    p = softmax(logits / temperature), cut to the nucleus where top_p is below 1, and the token is the first whose
+    cumulated p exceeds u, where u is the next number of the sequence's own generator. `torch.multinomial` draws for the
+    whole batch from one generator, so that an answer would depend on which requests happened to be neighbours; here it
+    depends on prompt, seed and weights alone.
     The sum is in float64: in float32 its error over a large vocabulary would exceed the probability of rare tokens.
     """
     temperatures = torch.tensor([[row.temperature] for row in rows])  # [row, 1]
     greedy = temperatures == 0
     logprobs = torch.log_softmax(logits / temperatures.masked_fill(greedy, 1.0), -1)  # [row, vocabulary]
+    if narrow := [i for i, row in enumerate(rows) if row.top_p < 1 and row.temperature]:
+        # In place: the other rows keep every bit.
+        logprobs[narrow] = _nucleus(logprobs[narrow], torch.tensor([[rows[i].top_p] for i in narrow]))
     cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulated[:, -1:]
     if not math.isfinite(total.sum().item()):
@@ -257,6 +265,17 @@ def _sample(logits: torch.Tensor, rows: list[Sequence]) -> tuple[torch.Tensor, t
         tokens = torch.where(greedy, logits.argmax(-1, keepdim=True), tokens)
         chosen = chosen.masked_fill(greedy, 0.0)
     return tokens[:, 0], chosen[:, 0]
+
+
+def _nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The distribution over the fewest likeliest tokens that sum to top_p [row, 1]: log-probabilities like those given,
+    [row, vocabulary]."""
+    ordered, ids = logprobs.sort(descending=True, stable=True)
+    probabilities = ordered.exp().double()
+    # A token is out if those before it suffice. The likeliest has none before it, and 0 is less than any top_p.
+    out = probabilities.cumsum(-1) - probabilities >= top_p.double()
+    kept = logprobs.masked_fill(torch.zeros_like(out).scatter(-1, ids, out), -math.inf)
+    return kept - kept.logsumexp(-1, keepdim=True)
 
 
 @functools.cache

@@ -254,6 +254,7 @@ class ScriptedEngine:
             "model": "scripted",
             "version": self.version.pack(),
             "sampled_tokens": self.sampled_tokens,
+            "reused_tokens": 0,
             "running": self.running,
             "waiting": self.waiting,
             "paused": self.paused,

@@ -189,6 +189,9 @@ class EngineSettings(Settings):
     """CPU threads. More than one slows tiny models down."""
     batch: int = Field(64, ge=1)
     """Most sequences generated at once."""
+    cache_mb: int = Field(256, ge=0)
+    """Memory for keys and values of sequences that ended, so that the next turn of a conversation computes only what is
+    new. 0: every prompt is computed as a whole."""
     start_limit_s: float = Field(120, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")

@@ -112,12 +112,13 @@ def test_the_first_tokens_of_a_stream_come_long_before_its_end_and_a_client_that
 
 
 def test_health_says_what_is_served(engine):
-    assert engine.health() | {"sampled_tokens": 0} == {
+    assert engine.health() | {"sampled_tokens": 0, "reused_tokens": 0} == {
         "status": "ok",
         "reason": "",
         "model": "tiny",
         "version": 0,
         "sampled_tokens": 0,
+        "reused_tokens": 0,
         "running": 0,
         "waiting": 0,
         "paused": False,

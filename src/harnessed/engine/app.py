@@ -8,7 +8,8 @@
     POST /interrupt {"id": text} -> {"found": bool}
                     What is generated under that id ends with the tokens that it has.
     GET  /health -> {"status": "ok" | "unusable", "reason": why it is unusable, "model": name, "version": packed,
-                     "sampled_tokens": int, "running": int, "waiting": int, "paused": bool, "context": tokens}
+                     "sampled_tokens": int, "reused_tokens": prompt tokens that were not computed again, "running": int,
+                     "waiting": int, "paused": bool, "context": tokens}
     POST /pause     answers when no generation runs any more; later ones wait
     POST /resume
 
@@ -155,6 +156,7 @@ class Routes:
                 "model": self._name,
                 "version": version.pack(),
                 "sampled_tokens": self._queue.sampled_tokens,
+                "reused_tokens": self._queue.reused_tokens,
                 "running": self._queue.running,
                 "waiting": self._queue.waiting,
                 "paused": self._queue.paused,

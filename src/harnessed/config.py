@@ -191,7 +191,8 @@ class EngineSettings(Settings):
     """Most sequences generated at once."""
     cache_mb: int = Field(256, ge=0)
     """Memory for keys and values of sequences that ended, so that the next turn of a conversation computes only what is
-    new. 0: every prompt is computed as a whole."""
+    new. A token takes 1 kB with the demo's model and 230 kB with Qwen3-0.6B, and what exceeds the whole is not kept. 0:
+    every prompt is computed from its start."""
     start_limit_s: float = Field(120, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")

@@ -67,6 +67,7 @@ class Logged:
     seed: int
     stop: list[int]
     stop_strings: list[str] = field(default_factory=list)
+    top_p: float = 1.0
     stream: bool = False
     id: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -163,7 +164,7 @@ class ScriptedEngine:
             stop_strings=asked.get("stop", []),
             tools=tools,
             response_format=asked.get("response_format", {}),
-            **{name: asked[name] for name in ("max_tokens", "temperature", "seed", "messages")},
+            **{name: asked[name] for name in ("max_tokens", "temperature", "top_p", "seed", "messages")},
         )
         return await self._serve(call, self._chat_answer)
 
@@ -255,6 +256,7 @@ class ScriptedEngine:
             "model": "scripted",
             "version": self.version.pack(),
             "sampled_tokens": self.sampled_tokens,
+            "reused_tokens": 0,
             "running": self.running,
             "waiting": self.waiting,
             "paused": self.paused,

@@ -34,6 +34,13 @@ def test_overrides_are_typed_yaml(path):
     assert (config.trainer.steps, config.trainer.optimiser.learning_rate, config.tasks.hidden) == (5, 0.5, ["a", "b"])
 
 
+def test_held_out_tasks_may_be_sampled_otherwise(path):
+    assert load(path).evaluation.sampling is None
+    config = load(path, ["evaluation.sampling={temperature: 0.6, top_p: 0.95}"])
+    assert (config.evaluation.sampling.temperature, config.evaluation.sampling.top_p) == (0.6, 0.95)
+    assert config.sampling.top_p == 1
+
+
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
@@ -44,6 +51,10 @@ def test_overrides_are_typed_yaml(path):
         ("gateway.zzz=1", "unknown setting gateway.zzz; known here: url, host"),
         ("trainer.steps=many", "trainer.steps: "),
         ("trainer.steps=0", "trainer.steps: "),
+        ("sampling.top_p=0.9", "whole vocabulary; for held-out tasks set evaluation.sampling.top_p"),
+        ("sampling.top_p=0", "sampling.top_p: "),
+        ("evaluation.sampling.top_p=1.5", "evaluation.sampling.top_p: "),
+        ("evaluation.sampling.topp=1", "did you mean evaluation.sampling.top_p?"),
         ("gateway.port=70000", "gateway.port: "),
         ("harness.kind=no-such", "harness.kind: "),
         ("harness.kind=command", "harness.command"),

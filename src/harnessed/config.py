@@ -194,6 +194,10 @@ class EngineSettings(Settings):
     """CPU threads. More than one slows tiny models down."""
     batch: int = Field(64, ge=1)
     """Most sequences generated at once."""
+    cache_mb: int = Field(256, ge=0)
+    """Memory for keys and values of sequences that ended, so that the next turn of a conversation computes only what is
+    new. A token takes 1 kB with the demo's model and 230 kB with Qwen3-0.6B, and what exceeds the whole is not kept. 0:
+    every prompt is computed from its start."""
     start_limit_s: float = Field(120, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
@@ -246,9 +250,11 @@ class Trainer(Settings):
 
 class Evaluation(Settings):
     tasks: int = Field(64, ge=1)
-    """Held-out tasks, sampled as in training, before the first and after the last step."""
+    """Held-out tasks, run before the first and after the last step."""
     greedy_tasks: int = Field(0, ge=0)
     """The first so many of them are run greedily as well."""
+    sampling: Sampling | None = None
+    """How held-out tasks are sampled, with the settings of `sampling`; as in training where it is left out."""
 
 
 class Config(Settings):
@@ -264,6 +270,15 @@ class Config(Settings):
     limits: Limits = Limits()
     trainer: Trainer = Trainer()
     evaluation: Evaluation = Evaluation()
+
+    @model_validator(mode="after")
+    def _trains_on_the_whole_vocabulary(self) -> "Config":
+        if self.sampling.top_p < 1:
+            raise ValueError(
+                f"sampling.top_p: {self.sampling.top_p:g} cannot be trained on, since the trainer computes "
+                "log-probabilities over the whole vocabulary; for held-out tasks set evaluation.sampling.top_p"
+            )
+        return self
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:

@@ -64,6 +64,10 @@ class RunningEngine:
         with ThreadPoolExecutor(len(bodies)) as pool:
             return list(pool.map(lambda body: self.generate(**body), bodies))
 
+    def interrupt(self, id: str) -> bool:
+        """Whether there was something to interrupt."""
+        return self.http.post("/interrupt", json={"id": id}).json()["found"]
+
     def health(self) -> dict[str, Any]:
         return self.http.get("/health").json()
 

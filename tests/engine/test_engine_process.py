@@ -1,5 +1,6 @@
 """The engine as its clients meet it: a process behind HTTP."""
 
+import asyncio
 import json
 import random
 import signal
@@ -16,8 +17,9 @@ from running_engine import CONTEXT, LETTERS, VOCABULARY, RunningEngine, environm
 from scripted_engine import Scripted, ScriptedEngine
 
 from harnessed.config import EngineSettings
-from harnessed.engine.app import Refusal, _read
+from harnessed.engine.app import GenerateRequest, Refusal, Routes
 from harnessed.engine.generate import Batch, Sequence
+from harnessed.engine.queue import Queue
 from harnessed.engine.serve import StartError, serve
 from harnessed.records import Version
 from harnessed.weights import SharedWeights, read_state
@@ -46,9 +48,10 @@ def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(engine):
     assert stopped["logprobs"] == pytest.approx(whole["logprobs"][:end], abs=1e-5)
 
 
-def test_stop_strings_need_a_tokenizer():
+def test_stop_strings_need_a_tokenizer(model):
+    routes = Routes(Queue(model, None, most=1, threads=1), "tiny", VOCABULARY, CONTEXT, None)
     with pytest.raises(Refusal, match=r"tokenizer\.json"):
-        _read(b'{"prompt": [1], "max_tokens": 1, "temperature": 1, "seed": 0, "stop_strings": ["x"]}', 40, 2048, None)
+        routes._sequence(GenerateRequest(prompt=[1], max_tokens=1, temperature=1, seed=0, stop_strings=["x"]))
 
 
 def test_many_at_once_get_what_each_gets_alone_and_every_token_is_counted(engine):
@@ -63,6 +66,13 @@ def test_many_at_once_get_what_each_gets_alone_and_every_token_is_counted(engine
     assert engine.health()["sampled_tokens"] - before == sum(range(1, 31))
     for body, answer in zip(bodies, together, strict=True):
         assert engine.generate(**body)["tokens"] == answer["tokens"]
+
+
+def test_a_small_top_p_leaves_the_likeliest_token(engine):
+    greedy = engine.generate(temperature=0)
+    nearly = engine.generate(top_p=1e-6, seed=4)
+    assert nearly["tokens"] == greedy["tokens"]
+    assert nearly["logprobs"] == [0.0] * 8, "of the tokens that it was sampled from"
 
 
 def lines(response):
@@ -102,12 +112,13 @@ def test_the_first_tokens_of_a_stream_come_long_before_its_end_and_a_client_that
 
 
 def test_health_says_what_is_served(engine):
-    assert engine.health() | {"sampled_tokens": 0} == {
+    assert engine.health() | {"sampled_tokens": 0, "reused_tokens": 0} == {
         "status": "ok",
         "reason": "",
         "model": "tiny",
         "version": 0,
         "sampled_tokens": 0,
+        "reused_tokens": 0,
         "running": 0,
         "waiting": 0,
         "paused": False,
@@ -151,6 +162,94 @@ def test_tokens_of_a_client_that_left_during_its_answer_are_counted(engine):
     assert health["sampled_tokens"] - before == 400
 
 
+def test_an_interrupted_answer_ends_with_its_tokens_which_are_counted_and_can_be_continued(engine, model):
+    before = engine.health()["sampled_tokens"]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, max_tokens=LONG, id="mine")
+        neighbour = pool.submit(engine.generate, max_tokens=300, seed=1, id="other")
+        engine.until(lambda health: health["running"] == 2)
+        time.sleep(0.05)
+        assert engine.interrupt("mine")
+        cut, other = running.result(timeout=2), neighbour.result(timeout=10)
+    tokens = cut["tokens"]
+    assert (cut["finish"], other["finish"]) == ("interrupted", "length")
+    assert 0 < len(tokens) < LONG
+    assert len(cut["logprobs"]) == len(cut["versions"]) == len(tokens)
+    assert engine.health()["sampled_tokens"] - before == len(tokens) + 300
+    alone = engine.generate(max_tokens=len(tokens))
+    assert alone["tokens"] == tokens
+    assert alone["logprobs"] == pytest.approx(cut["logprobs"], abs=1e-5)
+    assert engine.generate(max_tokens=300, seed=1)["tokens"] == other["tokens"]
+    likely = likeliest(model, [1, 2, 3])
+    assert engine.generate(prompt=[1, 2, 3, *likely[:4]], temperature=0, max_tokens=4)["tokens"] == likely[4:]
+    assert not engine.interrupt("mine"), "it has ended"
+
+
+def test_an_interrupted_stream_ends_with_the_answer_so_far(engine):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.post, max_tokens=LONG, stream=True, id="mine")
+        engine.until(lambda health: health["running"] == 1)
+        time.sleep(0.05)
+        assert engine.interrupt("mine")
+        shown, last = lines(running.result(timeout=2))
+    assert last["finish"] == "interrupted"
+    together = [token for tokens in shown for token in tokens]
+    assert together and together == last["tokens"][: len(together)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_waits_while_the_engine_is_paused_is_interrupted_without_a_token(engine, stream):
+    before = engine.health()["sampled_tokens"]
+    with ThreadPoolExecutor() as pool, engine.paused():
+        held = pool.submit(engine.post, stream=stream, id="mine")
+        later = pool.submit(engine.generate, max_tokens=5, id="other")
+        engine.until(lambda health: health["waiting"] == 2)
+        assert engine.interrupt("mine")
+        assert lines(held.result(timeout=2)) == (
+            [],
+            {"tokens": [], "logprobs": [], "versions": [], "finish": "interrupted"},
+        )
+        assert engine.health()["waiting"] == 1
+        engine.resume()
+        assert later.result(timeout=5)["finish"] == "length"
+    assert engine.health()["sampled_tokens"] - before == 5
+
+
+def test_a_pause_need_not_wait_for_what_is_interrupted(engine):
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(engine.generate, max_tokens=LONG, id="mine")
+        engine.until(lambda health: health["running"] == 1)
+        pausing = pool.submit(engine.pause)
+        engine.until(lambda health: health["paused"])
+        assert engine.interrupt("mine")
+        pausing.result(timeout=1)
+        assert running.result(timeout=1)["finish"] == "interrupted"
+        engine.resume()
+    assert len(engine.generate()["tokens"]) == 8
+
+
+def test_an_unknown_id_is_not_found_and_an_empty_one_refused(engine):
+    assert not engine.interrupt("nobody")
+    assert engine.http.post("/interrupt", json={"id": ""}).status_code == 400
+
+
+async def test_a_queue_whose_last_waiting_request_is_interrupted_is_idle(model):
+    """And does not spin: its loop answers others."""
+    queue = Queue(model, None, most=1, threads=1)
+    gone = asyncio.get_running_loop().create_future()
+    first, second = (Sequence([1], most, 1.0, 0, frozenset()) for most in (40, 5))
+    running = asyncio.create_task(queue.run())
+    answers = [asyncio.create_task(queue.generate(s, gone, id)) for s, id in ((first, "first"), (second, "second"))]
+    while not queue.running:
+        await asyncio.sleep(0)
+    assert queue.interrupt("second")
+    assert not queue._startable.is_set()
+    await asyncio.wait_for(asyncio.gather(*answers), 5)
+    assert (len(first.tokens), second.tokens, second.finish) == (40, [], "interrupted")
+    queue.end()
+    running.cancel()
+
+
 @pytest.mark.parametrize(
     ("changes", "code", "says"),
     [
@@ -162,7 +261,9 @@ def test_tokens_of_a_client_that_left_during_its_answer_are_counted(engine):
         ({"max_tokens": 0}, "bad_request", "max_tokens: "),
         ({"temperature": -1}, "bad_request", "temperature: "),
         ({"temperature": 1e-9}, "bad_request", "must be 0 (greedy) or at least 0.001"),
-        ({"top_p": 0.5}, "bad_request", "top_p: Extra inputs are not permitted"),
+        ({"top_p": 0}, "bad_request", "top_p: "),
+        ({"top_p": 1.01}, "bad_request", "top_p: "),
+        ({"top_k": 5}, "bad_request", "top_k: Extra inputs are not permitted"),
     ],
 )
 def test_what_cannot_be_generated_is_refused_with_the_reason(engine, changes, code, says):

@@ -1,47 +1,16 @@
 """Sampling, in this process, against a plain forward pass of one sequence."""
 
+import math
 import random
+from collections import Counter
 
 import pytest
 import torch
+from plain import assert_plain, make, prompts, run
 from running_engine import VOCABULARY
 from transformers import MistralConfig, MistralForCausalLM
 
-from harnessed.engine.generate import Batch, Sequence, joinable
-
-
-def make(prompt, seed=0, max_tokens=12, temperature=1.0, stop=()):
-    return Sequence(prompt, max_tokens, temperature, seed, frozenset(stop))
-
-
-def prompts(count, seed=0, shortest=1, longest=30):
-    draw = random.Random(seed)
-    return [[draw.randrange(VOCABULARY) for _ in range(draw.randint(shortest, longest))] for _ in range(count)]
-
-
-def run(model, *joining):
-    """Each list of sequences joins two tokens after the one before; all grow to their end."""
-    batch = Batch(model)
-    everything = [sequence for new in joining for sequence in new]
-    for new in joining:
-        batch.advance(new, lambda: True)
-        if not all(sequence.finish for sequence in new):
-            batch.advance([], lambda: True)
-    while not all(sequence.finish for sequence in everything):
-        batch.advance([], lambda: False)
-    return everything
-
-
-@torch.inference_mode()
-def plain_logprobs(model, sequence):
-    """Of the sampled tokens, from one forward pass without padding or cache."""
-    ids = torch.tensor([sequence.prompt + sequence.tokens])
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(sequence.prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / sequence.temperature, -1).gather(1, torch.tensor(sequence.tokens)[:, None])[:, 0]
-
-
-def assert_plain(model, sequence):
-    torch.testing.assert_close(torch.tensor(sequence.logprobs), plain_logprobs(model, sequence), atol=1e-5, rtol=0)
+from harnessed.engine.generate import Batch, joinable
 
 
 def test_logprobs_are_those_of_a_plain_forward_whatever_the_lengths(model):
@@ -137,11 +106,55 @@ def test_tokens_come_as_often_as_their_probability_says(model):
     assert statistic < freedom + 4 * (2 * freedom) ** 0.5, f"chi-square {statistic:.1f} with {freedom} degrees"
 
 
+@torch.inference_mode()
+def nucleus(model, ids, temperature, top_p):
+    """The probability of each token in it, by a plain walk from the likeliest."""
+    probabilities = torch.softmax(model(input_ids=torch.tensor([ids])).logits[0, -1].double() / temperature, -1)
+    kept, total = {}, 0.0
+    for token in probabilities.argsort(descending=True).tolist():
+        if total >= top_p:
+            break
+        kept[token] = probabilities[token].item()
+        total += kept[token]
+    return {token: probability / total for token, probability in kept.items()}
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 0.9), (0.5, 0.7), (2.0, 0.3), (1.0, 0.999)])
+def test_top_p_samples_from_the_fewest_likeliest_tokens_with_their_own_logprobs(model, temperature, top_p):
+    for sequence in run(model, [make(p, i, 8, temperature, top_p=top_p) for i, p in enumerate(prompts(6))]):
+        for i, (token, logprob) in enumerate(zip(sequence.tokens, sequence.logprobs, strict=True)):
+            kept = nucleus(model, sequence.prompt + sequence.tokens[:i], temperature, top_p)
+            assert logprob == pytest.approx(math.log(kept[token]), abs=1e-5)
+
+
+def test_tokens_of_the_nucleus_come_as_often_as_their_probability_in_it_says(model):
+    draws = 4000
+    sequences = run(model, [make([3, 1, 4], seed, 1, 1.5, top_p=0.8) for seed in range(draws)])
+    kept = nucleus(model, [3, 1, 4], 1.5, 0.8)
+    found = Counter(sequence.tokens[0] for sequence in sequences)
+    assert found.keys() == kept.keys()
+    assert len(kept) > 2
+    for token, probability in kept.items():
+        assert abs(found[token] - draws * probability) < 4 * (draws * probability) ** 0.5
+
+
+def test_rows_without_top_p_keep_every_bit_beside_rows_with_it(model):
+    def batch(top_p):
+        return [make(p, i, 12, 0.7 if i % 4 else 0, top_p=top_p if i % 2 else 1.0) for i, p in enumerate(prompts(12))]
+
+    for i, (with_it, without) in enumerate(zip(run(model, batch(0.5)), run(model, batch(1.0)), strict=True)):
+        if i % 2 == 0:
+            assert (with_it.tokens, with_it.logprobs) == (without.tokens, without.logprobs)
+        else:
+            assert with_it.logprobs != without.logprobs
+
+
 def test_weights_that_are_not_finite_are_an_error_and_no_token(model):
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    with pytest.raises(FloatingPointError, match="weights hold infinite or undefined values"):
-        Batch(model).advance([make([1])], lambda: True)
+    for top_p in (1.0, 0.5):
+        with pytest.raises(FloatingPointError, match="weights hold infinite or undefined values"):
+            Batch(model).advance([make([1], top_p=top_p)], lambda: True)
 
 
 def test_a_batch_stops_for_each_end_and_for_whoever_asks(model):

@@ -257,10 +257,13 @@ async def test_versions_are_the_engines_stamp(house):
 
 
 async def test_the_run_decides_how_answers_are_sampled(house):
-    (attempt,) = await house.attempts(temperature=0.5, max_tokens=20)
-    await say(house, attempt.key, [USER], temperature=0.1, max_tokens=100)
+    (attempt,) = await house.attempts(temperature=0.5, top_p=0.9, max_tokens=20)
+    await say(house, attempt.key, [USER], temperature=0.1, top_p=0.2, max_tokens=100)
     await say(house, attempt.key, [USER], max_completion_tokens=3)
-    assert [(call.temperature, call.max_tokens) for call in house.engine.log] == [(0.5, 20), (0.5, 3)]
+    assert [(call.temperature, call.top_p, call.max_tokens) for call in house.engine.log] == [
+        (0.5, 0.9, 20),
+        (0.5, 0.9, 3),
+    ]
 
 
 async def test_the_same_group_seed_draws_the_same_numbers(house):

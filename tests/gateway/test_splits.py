@@ -111,14 +111,14 @@ async def chatting(house):
 
 async def test_an_engine_that_speaks_chat_gets_the_messages_and_its_tokens_are_kept(chatting):
     house = chatting
-    (attempt,) = await house.attempts(temperature=0.5, max_tokens=40)
+    (attempt,) = await house.attempts(temperature=0.5, top_p=0.9, max_tokens=40)
     first = await say(house, attempt.key, [USER])
     assert told(first)["content"] == "answer 1"
     assert first.usage.prompt_tokens == len(house.engine.log[0].prompt)
     await say(house, attempt.key, [USER, told(first), USER])
     call = house.engine.log[1]
     assert call.messages == [USER, told(first), USER]
-    assert (call.temperature, call.max_tokens, call.stop) == (0.5, 40, [STOP])
+    assert (call.temperature, call.top_p, call.max_tokens, call.stop) == (0.5, 0.9, 40, [STOP])
     nodes, sample = await end(house, attempt)
     assert shape(nodes) == [(0, 0, ""), (1, 1, "")]
     assert len(sample.rows) == 1

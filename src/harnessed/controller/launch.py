@@ -90,7 +90,10 @@ def launch(
     if harness.kind in ENVIRONMENTS:
         return Launch(ENVIRONMENTS[harness.kind] | environment, harness.function or "", [task])
     if preset := COMMANDS.get(harness.kind):
-        endpoint = Endpoint(gateway, assignment.key, config.limits.context, config.sampling.max_tokens)
+        # An assignment does not say what it is for; the gateway holds each rollout to its own limit.
+        held_out = config.evaluation.sampling or config.sampling
+        answer = max(config.sampling.max_tokens, held_out.max_tokens)
+        endpoint = Endpoint(gateway, assignment.key, config.limits.context, answer)
         start = preset.start(endpoint, _prompt(task))
         command = [*program(harness), *start.arguments]
         return Launch(start.environment | environment, command=command, files=start.files)

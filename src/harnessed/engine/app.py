@@ -1,14 +1,15 @@
 """The engine's HTTP interface, used by the gateway (generate, health) and the trainer (pause, resume).
 
-    POST /generate  {"prompt": [id], "max_tokens": int, "temperature": float, "seed": int, "stop": [id],
-                     "stop_strings": [text], "stream": bool, "id": text}
+    POST /generate  {"prompt": [id], "max_tokens": int, "temperature": float, "top_p": float, "seed": int,
+                     "stop": [id], "stop_strings": [text], "stream": bool, "id": text}
                  -> {"tokens": [id], "logprobs": [float], "versions": [packed version],
                      "finish": "stop" | "length" | "interrupted"}
                     With `stream`, lines of {"tokens": [id]} come before it: what was sampled since the last one.
     POST /interrupt {"id": text} -> {"found": bool}
                     What is generated under that id ends with the tokens that it has.
     GET  /health -> {"status": "ok" | "unusable", "reason": why it is unusable, "model": name, "version": packed,
-                     "sampled_tokens": int, "running": int, "waiting": int, "paused": bool, "context": tokens}
+                     "sampled_tokens": int, "reused_tokens": prompt tokens that were not computed again, "running": int,
+                     "waiting": int, "paused": bool, "context": tokens}
     POST /pause     answers when no generation runs any more; later ones wait
     POST /resume
 
@@ -52,6 +53,8 @@ class GenerateRequest(Record):
     prompt: list[int] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     temperature: Annotated[float, AfterValidator(_samplable)] = Field(ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1: sampled from the likeliest tokens that sum to it, and the log-probabilities are of those alone."""
     seed: int = Field(ge=0)
     """The same seed, prompt and weights give the same answer, whatever else is generated at the time."""
     stop: list[int] = Field(default_factory=list)
@@ -138,7 +141,8 @@ class Routes:
             if self._tokenizer is None:
                 raise Refusal(400, "no_tokenizer", "stop_strings need a tokenizer.json in the model's folder")
             ended = _ended(self._tokenizer, asked.stop_strings)
-        return Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, frozenset(asked.stop), ended)
+        stop = frozenset(asked.stop)
+        return Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, stop, ended, asked.top_p)
 
     async def interrupt(self, request: Request) -> Response:
         return _json({"found": self._queue.interrupt(_body(await request.body(), InterruptRequest).id)})
@@ -152,6 +156,7 @@ class Routes:
                 "model": self._name,
                 "version": version.pack(),
                 "sampled_tokens": self._queue.sampled_tokens,
+                "reused_tokens": self._queue.reused_tokens,
                 "running": self._queue.running,
                 "waiting": self._queue.waiting,
                 "paused": self._queue.paused,

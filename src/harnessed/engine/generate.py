@@ -2,7 +2,8 @@
 
 `queue.py` makes a `Batch` and calls `advance` from its worker thread. Knows nothing of text, HTTP or where the weights
 come from. All sequences grow at the same column of one cache, with padding on the left; new ones join after any step,
-ended ones leave. A sequence's tokens do not depend on its neighbours, up to the rounding of float32.
+ended ones leave. Neither its neighbours nor what `prefixes.py` has of its prompt change a sequence's tokens, up to the
+rounding of float32.
 """
 
 import functools
@@ -10,11 +11,14 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from harnessed.engine.prefixes import Layers, Prefixes
 
 LOWEST_TEMPERATURE = 1e-3
 """Above 0: logits divided by less could leave the range of float32."""
@@ -36,6 +40,7 @@ class Sequence:
         "stop",
         "temperature",
         "tokens",
+        "top_p",
         "uniform",
     )
 
@@ -47,12 +52,15 @@ class Sequence:
         seed: int,
         stop: frozenset[int],
         ended: Callable[[list[int]], bool] | None = None,
+        top_p: float = 1.0,
     ) -> None:
         self.prompt = prompt
         """Not empty; prompt and max_tokens fit the model's context."""
         self.max_tokens = max_tokens
         self.temperature = temperature
         """0: greedy, with log-probability 0."""
+        self.top_p = top_p
+        """Above 0, up to 1: sampled from the fewest likeliest tokens whose probabilities sum to at least this."""
         self.stop = stop
         """The first of these ends the sequence."""
         self.ended = ended
@@ -80,10 +88,14 @@ class Sequence:
 
 
 class Batch:
-    """Sequences that grow together."""
+    """Sequences that grow together.
 
-    def __init__(self, model: Any) -> None:
+    `prefixes`: used for prompts and filled by what ends, where the model's cache can be joined.
+    """
+
+    def __init__(self, model: Any, prefixes: Prefixes | None = None) -> None:
         self._model = model
+        self._prefixes = prefixes if prefixes is not None and joinable(model) else Prefixes(0)
         self._rows: list[Sequence] = []
         """In the order of the block's rows; ended ones among them until they leave."""
         self._block: _Block | None = None
@@ -100,7 +112,7 @@ class Batch:
         self._drop_ended(at_once=bool(new))
         logits = [self._step()] if self._rows else []
         if new:
-            logits.append(self._admit(sorted(new, key=lambda sequence: len(sequence.prompt))))
+            logits.append(self._admit(new))
         ended = self._draw(torch.cat(logits))
         while not (ended or attend()):
             ended = self._draw(self._step())
@@ -118,10 +130,15 @@ class Batch:
             self._block.select(torch.tensor(left))
 
     def _admit(self, new: list[Sequence]) -> torch.Tensor:
-        """Append rows, given shortest first; the logits [new row, vocabulary] after their prompts."""
+        """Append rows; the logits [new row, vocabulary] after their prompts."""
         # The rollouts of a group begin with the same prompt, which is computed once.
-        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(tuple(row.prompt) for row in new))}
-        filled = [_prefill(self._model, part) for part in _parts(self._model, list(distinct))]
+        prompts = [_Prompt(ids, *self._prefixes.find(ids)) for ids in dict.fromkeys(tuple(row.prompt) for row in new)]
+        prompts.sort(key=lambda prompt: prompt.rest)
+        distinct = {prompt.ids: i for i, prompt in enumerate(prompts)}
+        new = sorted(new, key=lambda row: distinct[tuple(row.prompt)])
+        parts = list(_parts(self._model, prompts))
+        filled = [_prefill(self._model, part) for part in parts]
+        self._prefixes.reused_tokens += sum(prompt.used(part) for part in parts for prompt in part)
         block = _join([block for block, _ in filled])
         logits = torch.cat([logits for _, logits in filled])
         if len(distinct) < len(new):
@@ -142,11 +159,45 @@ class Batch:
         """Sample from logits [row, vocabulary] into all that grow; whether one has ended by that."""
         tokens, logprobs = _sample(logits, self._rows)
         ended = False
-        for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        drawn = zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        for i, (row, token, logprob) in enumerate(drawn):
             if not row.finish:
                 row.append(token, logprob)
-                ended = ended or bool(row.finish)
+                if row.finish:
+                    ended = True
+                    self._keep(i)
         return ended
+
+    def _keep(self, i: int) -> None:
+        """What is computed of a row that ends now; later its last token would be entered again and again."""
+        assert self._block is not None
+        ids = self._rows[i].prompt + self._rows[i].tokens[:-1]
+        layers = self._block.cache.layers if self._prefixes.takes(len(ids)) else []
+        if layers:
+            first = layers[0].keys.shape[2] - len(ids)
+            self._prefixes.keep(ids, [(layer.keys[i, :, first:], layer.values[i, :, first:]) for layer in layers])
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt that is to be computed."""
+
+    ids: tuple[int, ...]
+    kept: Layers
+    """What is known already: the first `known` columns are those of its first tokens."""
+    known: int
+
+    @property
+    def rest(self) -> int:
+        return len(self.ids) - self.known
+
+    def used(self, part: "list[_Prompt]") -> int:
+        """How much of what is known serves if this is computed as one of the part, whose longest rest comes last.
+
+        All rows of a part compute as many columns, so they may as well hold tokens in place of padding, which then is
+        on the left only.
+        """
+        return max(len(self.ids) - part[-1].rest, 0)
 
 
 class _Block:
@@ -210,41 +261,68 @@ def _pad_left(tensor: torch.Tensor, width: int, dimension: int) -> torch.Tensor:
     return torch.cat([tensor.new_zeros(shape), tensor], dimension) if shape[dimension] else tensor
 
 
-def _parts(model: Any, prompts: list[tuple[int, ...]]) -> Iterator[list[tuple[int, ...]]]:
-    """Cut prompts, shortest first, into parts that are computed together: little padding, little memory."""
+def _parts(model: Any, prompts: list[_Prompt]) -> Iterator[list[_Prompt]]:
+    """Cut prompts, shortest rest first, into parts that are computed together: little padding, little memory."""
     if not joinable(model):
         yield prompts
         return
-    part: list[tuple[int, ...]] = []
+    part: list[_Prompt] = []
     for prompt in prompts:
-        if part and len(prompt) * (len(part) + 1) > PREFILL_TOKENS:
+        if part and prompt.rest * (len(part) + 1) > PREFILL_TOKENS:
             yield part
             part = []
         part.append(prompt)
     yield part
 
 
-def _prefill(model: Any, prompts: list[tuple[int, ...]]) -> tuple[_Block, torch.Tensor]:
-    """A block of some prompts, shortest first, and the logits [row, vocabulary] after them."""
-    width = len(prompts[-1])
+def _prefill(model: Any, part: list[_Prompt]) -> tuple[_Block, torch.Tensor]:
+    """A block of some prompts, shortest rest first, and the logits [row, vocabulary] after them."""
+    width = part[-1].rest
+    ends = [prompt.ids[-width:] for prompt in part]
     # Any id serves as padding, since nothing attends to it.
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])  # [row, column]
-    mask = (torch.arange(width) >= width - torch.tensor([[len(prompt)] for prompt in prompts])).long()
-    block = _Block(DynamicCache(config=model.config), mask.new_empty(len(prompts), 0))
-    return block, block.forward(model, ids, mask)
+    ids = torch.tensor([[0] * (width - len(end)) + list(end) for end in ends])  # [row, column]
+    block = _begun(model, part)
+    return block, block.forward(model, ids, _mask([len(end) for end in ends], width))
+
+
+def _begun(model: Any, part: list[_Prompt]) -> _Block:
+    """What is known of some prompts and used; no column if that is nothing."""
+    used = [prompt.used(part) for prompt in part]
+    width = max(used)
+    cache = DynamicCache(config=model.config)
+    # The prompts that are known at all have the same layers.
+    known = next((prompt.kept for prompt in part if prompt.kept), []) if width else []
+    for number, layer in enumerate(known):
+        # [row, head, column, dimension]
+        keys, values = (t.new_zeros(len(part), t.shape[0], width, t.shape[2]) for t in layer)
+        for i, (prompt, columns) in enumerate(zip(part, used, strict=True)):
+            if columns:
+                keys[i, :, width - columns :] = prompt.kept[number][0][:, :columns]
+                values[i, :, width - columns :] = prompt.kept[number][1][:, :columns]
+        cache.update(keys, values, number)
+    return _Block(cache, _mask(used, width))
+
+
+def _mask(lengths: list[int], width: int) -> torch.Tensor:
+    """[row, column]: 1 for so many columns on the right."""
+    return (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
 
 
 def _sample(logits: torch.Tensor, rows: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
     """One token [row] for each row of logits [row, vocabulary], and its log-probability [row].
 
-    p = softmax(logits / temperature), and the token is the first whose cumulated p exceeds u, where u is the next
-    number of the sequence's own generator. `torch.multinomial` draws for the whole batch from one generator, so that an
-    answer would depend on which requests happened to be neighbours; here it depends on prompt, seed and weights alone.
+    p = softmax(logits / temperature), cut to the nucleus where top_p is below 1, and the token is the first whose
+    cumulated p exceeds u, where u is the next number of the sequence's own generator. `torch.multinomial` draws for the
+    whole batch from one generator, so that an answer would depend on which requests happened to be neighbours; here it
+    depends on prompt, seed and weights alone.
     The sum is in float64: in float32 its error over a large vocabulary would exceed the probability of rare tokens.
     """
     temperatures = torch.tensor([[row.temperature] for row in rows])  # [row, 1]
     greedy = temperatures == 0
     logprobs = torch.log_softmax(logits / temperatures.masked_fill(greedy, 1.0), -1)  # [row, vocabulary]
+    if narrow := [i for i, row in enumerate(rows) if row.top_p < 1 and row.temperature]:
+        # In place: the other rows keep every bit.
+        logprobs[narrow] = _nucleus(logprobs[narrow], torch.tensor([[rows[i].top_p] for i in narrow]))
     cumulated = logprobs.exp().cumsum(-1, dtype=torch.float64)
     total = cumulated[:, -1:]
     if not math.isfinite(total.sum().item()):
@@ -257,6 +335,17 @@ def _sample(logits: torch.Tensor, rows: list[Sequence]) -> tuple[torch.Tensor, t
         tokens = torch.where(greedy, logits.argmax(-1, keepdim=True), tokens)
         chosen = chosen.masked_fill(greedy, 0.0)
     return tokens[:, 0], chosen[:, 0]
+
+
+def _nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The distribution over the fewest likeliest tokens that sum to top_p [row, 1]: log-probabilities like those given,
+    [row, vocabulary]."""
+    ordered, ids = logprobs.sort(descending=True, stable=True)
+    probabilities = ordered.exp().double()
+    # A token is out if those before it suffice. The likeliest has none before it, and 0 is less than any top_p.
+    out = probabilities.cumsum(-1) - probabilities >= top_p.double()
+    kept = logprobs.masked_fill(torch.zeros_like(out).scatter(-1, ids, out), -math.inf)
+    return kept - kept.logsumexp(-1, keepdim=True)
 
 
 @functools.cache

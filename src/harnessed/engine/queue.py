@@ -7,7 +7,7 @@ gather for 5, 10 or 20 ms made no difference.
 
 Nothing starts while the engine is paused or the weights are not readable. The version is read when the batch is empty
 and stamped on all tokens until it is empty again: writers pause first, so it cannot change in between. That it did not
-is checked before any answer is given.
+is checked before any answer is given. What is kept of ended sequences (`prefixes.py`) is of one version too.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from harnessed.engine.generate import Batch, Sequence, joinable
+from harnessed.engine.prefixes import Prefixes
 from harnessed.records import Version
 from harnessed.weights import SharedWeights, WeightsError
 
@@ -55,14 +56,16 @@ class _Request:
 
 
 class Queue:
-    """All requests to one model. `run` must be running."""
+    """All requests to one model, at `most` so many at once; so many bytes of what ended are kept. `run` must be
+    running."""
 
-    def __init__(self, model: Any, weights: SharedWeights | None, most: int, threads: int) -> None:
+    def __init__(self, model: Any, weights: SharedWeights | None, most: int, threads: int, kept_bytes: int = 0) -> None:
         self.paused = False
         self.sampled_tokens = 0
         """Of all sequences that ended since the start, also those whose client went away."""
         self._model = model
         self._joinable = joinable(model)
+        self._prefixes = Prefixes(kept_bytes)
         self._weights = weights
         self._version = weights.version if weights else Version(0, 0)
         self._most = most
@@ -82,6 +85,11 @@ class Queue:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def reused_tokens(self) -> int:
+        """Prompt tokens that an earlier sequence had computed, since the start."""
+        return self._prefixes.reused_tokens
 
     def served(self) -> tuple[Version, str]:
         """The version, and why nothing can be generated until somebody acts: empty if all is well."""
@@ -118,6 +126,7 @@ class Queue:
             self._waiting.remove(request)
             request.sequence.finish = "interrupted"
             request.done.set_result(self._version)
+        self._look()
         running = [request for request in self._running if request.id == id]
         for request in running:
             request.sequence.interrupted = True
@@ -164,7 +173,8 @@ class Queue:
 
     async def _generate(self, version: Version) -> None:
         """Returns when nothing runs any more."""
-        batch = Batch(self._model)
+        self._prefixes.serve(version)
+        batch = Batch(self._model, self._prefixes)
         loop = asyncio.get_running_loop()
         while True:
             new = [self._waiting.popleft() for _ in range(self._room())]
@@ -217,6 +227,8 @@ class Queue:
         for request in self._running:
             request.fail(error)
         self._running = []
+        # Perhaps of weights that were being written.
+        self._prefixes.clear()
 
     def _look(self) -> None:
         """To be called when `paused` or what waits has changed."""

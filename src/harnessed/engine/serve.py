@@ -44,7 +44,7 @@ def serve(listening: socket.socket, model: Path, weights: Path | None, settings:
         _wait_for(weights, settings.start_limit_s)
         shared = SharedWeights.open(weights, policy)
     config = policy.config.get_text_config()
-    queue = Queue(policy, shared, settings.batch, settings.threads)
+    queue = Queue(policy, shared, settings.batch, settings.threads, settings.cache_mb * 2**20)
     file = model / "tokenizer.json"
     app = make_app(
         queue,

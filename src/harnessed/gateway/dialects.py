@@ -3,7 +3,7 @@
 `tokens` is the protocol of `engine/app.py`: token ids in, token ids out. `chat` is OpenAI's Chat Completions with
 `return_token_ids` (vLLM): the engine applies the chat template, and says which tokens it was given and which it
 sampled. vLLM gives log-probabilities of the sampled distribution with `--logprobs-mode processed_logprobs`; at
-temperature 1 its default means the same.
+temperature 1 and top_p 1 its default means the same.
 """
 
 from array import array
@@ -39,6 +39,7 @@ class Generation:
     """`response_format` as JSON, for engines that speak chat."""
     id: str = ""
     """To interrupt it by."""
+    top_p: float = 1.0
 
     def after(self, kept: "Generated") -> "Generation":
         """The rest of an answer that was broken off; with another seed, or the same numbers would be drawn twice."""
@@ -87,7 +88,12 @@ class NoAnswer(Exception):
 
 def ask(engine: EngineSpec, generation: Generation, *, stream: bool = False) -> bytes:
     """The request's body. `stream`: with previews, from an engine that speaks tokens."""
-    common = {"max_tokens": generation.max_tokens, "temperature": generation.temperature, "seed": generation.seed}
+    common = {
+        "max_tokens": generation.max_tokens,
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,  # also where it is 1: otherwise vLLM takes the model's generation_config.json
+        "seed": generation.seed,
+    }
     if engine.speaks == Dialect.CHAT:
         chat = {
             "model": engine.model,
@@ -95,8 +101,7 @@ def ask(engine: EngineSpec, generation: Generation, *, stream: bool = False) -> 
             "logprobs": True,
             "return_token_ids": True,
             "stop_token_ids": generation.stop,
-            # Otherwise vLLM takes these from the model's generation_config.json.
-            "top_p": 1.0,
+            # These, too, vLLM would take from there.
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,

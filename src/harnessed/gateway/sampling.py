@@ -73,6 +73,7 @@ class Sampler:
             prompt=prompt,
             max_tokens=min(room, left, session.sampling.max_tokens, turn.wanted.max_tokens or room),
             temperature=session.sampling.temperature,
+            top_p=session.sampling.top_p,
             seed=0,
             stop=session.template.stop_ids,
             stop_strings=list(turn.wanted.stop),

@@ -13,10 +13,13 @@ from harnessed.training.samples import build
 def evaluate(
     rollouts: Rollouts, report: Report, tasks: list[Task], settings: Evaluation, sampling: Sampling, label: str
 ) -> HeldOut:
-    """Run the held-out tasks once as in training, and the first `greedy_tasks` greedily as well.
+    """Run the held-out tasks once, and the first `greedy_tasks` greedily as well.
+
+    `sampling`: that of training, used where the settings have none of their own.
 
     Raises NothingMeasured: a number that measures a broken set-up is worse than none.
     """
+    sampling = settings.sampling or sampling
     greedy_tasks = tasks[: settings.greedy_tasks]
     greedy = sampling.model_copy(update={"temperature": 0.0})
     specs = [

@@ -46,6 +46,8 @@ def test_an_attempt_sees_what_was_listed_and_nothing_else(local: Running, monkey
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
         "ANTHROPIC_AUTH_TOKEN": key,
+        "GOOGLE_GEMINI_BASE_URL": url,
+        "GEMINI_API_KEY": key,
         "HARNESSED_ROLLOUT": name.partition("/")[0],
         "HARNESSED_ATTEMPT": "1",
     }

@@ -25,6 +25,7 @@ def binary(name: str) -> Path:
 class Workplace:
     home: Path
     work: Path
+    limit_s: float = LIMIT_S
 
     async def run(self, command: Path, *arguments: str, **environment: str) -> str:
         """What it printed."""
@@ -39,7 +40,7 @@ class Workplace:
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
+            said, _ = await asyncio.wait_for(process.communicate(), self.limit_s)
         except TimeoutError:
             process.kill()
             raise

@@ -39,6 +39,7 @@ class Request:
     path: str
     headers: dict[str, str]
     body: bytes
+    chunked: bool = False
 
     def tell(self, status: int, *headers: str, body: bytes = b"") -> None:
         """An answer of the proxy's own, or the beginning of one."""
@@ -64,17 +65,33 @@ class Request:
             finally:
                 answer.close()
 
-    async def begin(self, answer: aiohttp.ClientResponse) -> None:
+    def begin(self, answer: aiohttp.ClientResponse, *, ends_unseen: bool = False) -> None:
+        """An answer of unknown length comes in chunks, or its end is that of the connection."""
         names = ("content-type", "content-length", "retry-after")
-        self.tell(answer.status, *(f"{name}: {answer.headers[name]}" for name in names if name in answer.headers))
+        headers = [f"{name}: {answer.headers[name]}" for name in names if name in answer.headers]
+        self.chunked = "content-length" not in answer.headers and not ends_unseen
+        self.tell(answer.status, *headers, *(["transfer-encoding: chunked"] if self.chunked else []))
+
+    async def send(self, piece: bytes) -> None:
+        if piece:
+            self.writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
+            await self.writer.drain()
+
+    def end(self) -> None:
+        self.writer.write(b"0\r\n\r\n" if self.chunked else b"")
 
     async def pass_on(self) -> None:
         """All of it as it comes."""
         async with self.asked() as answer:
-            await self.begin(answer)
+            self.begin(answer)
             async for piece in answer.content.iter_any():
-                self.writer.write(piece)
-                await self.writer.drain()
+                await self.send(piece)
+            self.end()
+
+    async def swallow(self) -> None:
+        """All of it, and nothing comes through."""
+        async with self.asked() as answer:
+            await answer.read()
 
 
 async def parts(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -112,7 +129,7 @@ def reset_while_generating(tokens: int) -> Fault:
 
     async def play(request: Request) -> None:
         house = request.proxy.house
-        asking = asyncio.create_task(request.pass_on())
+        asking = asyncio.create_task(request.swallow())
         await until(lambda: len(house.engine.log) == 2 and len(house.engine.log[1].answer) == tokens)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -124,8 +141,7 @@ def reset_while_generating(tokens: int) -> Fault:
 
 async def lose(request: Request) -> None:
     """The whole answer has come so far."""
-    async with request.asked() as answer:
-        await answer.read()
+    await request.swallow()
     request.reset()
 
 
@@ -134,14 +150,13 @@ def cut(after: bytes, *, resets: bool = True) -> Fault:
 
     async def play(request: Request) -> None:
         async with request.asked() as answer:
-            await request.begin(answer)
+            request.begin(answer, ends_unseen=not resets)
             async for part in parts(answer):
-                request.writer.write(part)
+                await request.send(part)
                 if _matches(answer, part, after):
                     break
             else:
                 raise AssertionError(f"nothing to cut: {after!r}")
-            await request.writer.drain()
             await asyncio.sleep(0.1)  # a reset may overtake what was written before
         if request.proxy.target == request.proxy.house.url:
             await request.proxy.house.left()
@@ -158,13 +173,14 @@ def wait(seconds: float, after: bytes = b"") -> Fault:
         async with request.asked() as answer:
             if not after:
                 await asyncio.sleep(seconds)
-            await request.begin(answer)
+            request.begin(answer)
             waited = not after
             async for part in parts(answer):
-                request.writer.write(part)
+                await request.send(part)
                 if not waited and _matches(answer, part, after):
                     waited = True
                     await asyncio.sleep(seconds)
+            request.end()
             assert waited
 
     return play

@@ -1,8 +1,8 @@
 """Networks, engines and gateways fail under SDKs and harnesses: the task is done all the same, and the books hold.
 
-A task is three model calls; a fault is played at the second. With HARNESSED_LONG=1 (`make harnesses-long`, some ten
-minutes) the waits are played too that clients tell from short ones: a first byte after 65 s, and streams that stall
-until Codex and Claude Code cut them off at 300 s.
+A task is three model calls. A fault is played at the second, to all clients at once, each with a run of its own.
+With HARNESSED_LONG=1 (`make harnesses-long`, about ten minutes) the waits are played too that clients tell from short
+ones: a first byte after 65 s, and streams that stall until Codex and Claude Code cut them off at 300 s.
 """
 
 import asyncio
@@ -10,20 +10,28 @@ import json
 import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import faulty
 import pytest
-from driving import binary
+from driving import Workplace, binary
+from house import House
 from policies import CALLING, make_policy
-from scripted_engine import Scripted
+from scripted_engine import Logged, Scripted
 from test_claude_code import claude
 from test_codex import codex
 from test_random_harness import check_contexts
 from texts import answer, ids, text
 
-from harnessed.client import end_attempt, get_totals, get_transcripts, register_engine
-from harnessed.records import Ending, EngineSpec, Fate, Outcome
+from harnessed.client import (
+    claim,
+    create_groups,
+    create_run,
+    end_attempt,
+    get_totals,
+    get_transcripts,
+    register_engine,
+)
+from harnessed.records import Assignment, Ending, EngineSpec, Fate, GroupSpec, Limits, Outcome, RunSpec, Sampling
 from harnessed.training.samples import build
 
 PROMPT = "Go on, please."
@@ -48,11 +56,11 @@ class Client:
     """How it is told to write a file."""
 
 
-async def converse(ask) -> list[str]:
+async def converse(stage, ask) -> list[str]:
     """What a harness on an SDK does: it asks again where the SDK gave up, and takes every answer for a whole one."""
     messages, texts = [], []
     for _ in range(3):
-        messages.append({"role": "user", "content": PROMPT})
+        messages.append({"role": "user", "content": f"{PROMPT} {stage.word}"})
         for tries in range(5):
             try:
                 content, said = await ask(messages)
@@ -65,50 +73,52 @@ async def converse(ask) -> list[str]:
     return texts
 
 
-async def play_openai(house, front, place, key, streams):
-    client = house.openai(key, max_retries=2).with_options(base_url=f"{front.url}/v1", timeout=600)
+async def play_openai(stage):
+    client = stage.house.openai(stage.attempt.key, max_retries=2)
+    client = client.with_options(base_url=f"{stage.url}/v1", timeout=600)
 
     async def ask(messages):
-        asked = await client.chat.completions.create(model="m", messages=messages, stream=streams)
-        if streams:
+        asked = await client.chat.completions.create(model="m", messages=messages, stream=stage.client.streams)
+        if stage.client.streams:
             said = "".join([chunk.choices[0].delta.content or "" async for chunk in asked if chunk.choices])
         else:
             said = asked.choices[0].message.content
         return said, said
 
-    return await converse(ask)
+    return await converse(stage, ask)
 
 
-async def play_anthropic(house, front, place, key, streams):
-    client = house.anthropic(key).with_options(base_url=front.url, max_retries=2, timeout=600)
+async def play_anthropic(stage):
+    client = stage.house.anthropic(stage.attempt.key)
+    client = client.with_options(base_url=stage.url, max_retries=2, timeout=600)
 
     async def ask(messages):
-        if streams:
+        if stage.client.streams:
             async with client.messages.stream(model="m", max_tokens=1000, messages=messages) as stream:
                 message = await stream.get_final_message()
         else:
             message = await client.messages.create(model="m", max_tokens=1000, messages=messages)
         return message.content, "".join(block.text for block in message.content if block.type == "text")
 
-    return await converse(ask)
+    return await converse(stage, ask)
 
 
-async def play_codex(house, front, place, key):
-    return [await codex(front, place, key, "write a file")]
+async def play_codex(stage):
+    return [await codex(stage, stage.place, stage.attempt.key, f"write a file {stage.word}")]
 
 
-async def play_claude(house, front, place, key):
-    return [await claude(front, place, key, "-p", "write a file")]
+async def play_claude(stage):
+    return [await claude(stage, stage.place, stage.attempt.key, "-p", f"write a file {stage.word}")]
 
 
 SHELL = {"description": "Write", "command": "echo café >> out.txt"}
 CODEX = json.dumps({"name": "exec_command", "arguments": {"cmd": SHELL["command"]}})
 CLAUDE = json.dumps({"name": "Bash", "arguments": SHELL})
 CLIENTS = {
-    "openai": Client(partial(play_openai, streams=False), streams=False, counts=True),
-    "openai, streamed": Client(partial(play_openai, streams=True), counts=True, takes_parts=True),
-    "anthropic": Client(partial(play_anthropic, streams=False), streams=False, counts=True),
-    "anthropic, streamed": Client(partial(play_anthropic, streams=True), counts=True, takes_parts=True),
+    "openai": Client(play_openai, streams=False, counts=True),
+    "openai-streamed": Client(play_openai, counts=True, takes_parts=True),
+    "anthropic": Client(play_anthropic, streams=False, counts=True),
+    "anthropic-streamed": Client(play_anthropic, counts=True, takes_parts=True),
     "codex": Client(play_codex, shell=CODEX),
     "claude": Client(play_claude, shell=CLAUDE),
 }
@@ -132,11 +142,13 @@ class Fault:
     back: faulty.Fault | None = None
     """Before the engine."""
     restarts: bool = False
-    """The gateway, when there is a part of the answer."""
+    """The gateway, while all wait for the engine."""
     engine: dict = field(default_factory=dict)
     """How the engine answers."""
     stalls: bool = False
     """It stalls where the text has begun, if that is streamed, until nobody wants it."""
+    part: int | None = None
+    """It gives only so many tokens."""
     otherwise: bool = False
     """What it says from then on is something else."""
     calls: int = 3
@@ -156,8 +168,8 @@ class Fault:
     """Clients whose retry holds a part of what was broken off, so that it is another request."""
     gives_up: tuple[str, ...] = ()
     """Clients that end their task with this."""
-    long: tuple[str, ...] = ()
-    """The clients of a fault that is only played in the long suite."""
+    clients: tuple[str, ...] = tuple(CLIENTS)
+    long: bool = False
 
 
 IN_TEXT = {"keeps": ("codex",), "gives_up": ("claude",)}
@@ -180,7 +192,7 @@ FAULTS = {
     "engine is reset": Fault(back=faulty.cut(TOKENS), calls=4, wastes=True),
     "engine ends too early": Fault(back=faulty.cut(TOKENS, resets=False), calls=4, wastes=True, lost=1),
     "engine hangs up and says something else": Fault(
-        engine={"hang_up": True, "stall_at": THINKS, "stall_s": 0.5}, otherwise=True, calls=4, wastes=True
+        part=THINKS, engine={"hang_up": True, "stall_at": THINKS, "stall_s": 0.5}, otherwise=True, calls=4, wastes=True
     ),
     "engine is away": Fault(back=faulty.go_away),
     "gateway restarts before the first token": Fault(
@@ -189,101 +201,108 @@ FAULTS = {
     "gateway restarts in the middle": Fault(
         restarts=True, engine={"stall_at": THINKS}, calls=4, lost=1, whole_lost=1, wastes=True
     ),
-    "65 s late": Fault(faulty.wait(65), long=tuple(CLIENTS)),
-    "stalled for 95 s": Fault(faulty.wait(95, TEXT), long=tuple(CLIENTS)),
-    "stalled for 310 s": Fault(faulty.wait(310, TEXT), unseen=True, long=("codex", "claude")),
+    "65 s late": Fault(faulty.wait(65), long=True),
+    "stalled for 95 s": Fault(faulty.wait(95, TEXT), long=True),
+    "stalled for 310 s": Fault(faulty.wait(310, TEXT), unseen=True, clients=("codex", "claude"), long=True),
 }
 
 
-def cases():
-    for fault, what in FAULTS.items():
-        for client in what.long or CLIENTS:
-            missing = client in ("codex", "claude") and not binary(client).exists()
-            skips = [
-                pytest.mark.skipif(missing, reason="`make harnesses` fetches it"),
-                pytest.mark.skipif(bool(what.long and not os.environ.get("HARNESSED_LONG")), reason="HARNESSED_LONG"),
-            ]
-            yield pytest.param(fault, client, marks=skips, id=f"{fault}-{client}")
+@dataclass
+class Stage:
+    """One client with its task: it calls `url`."""
 
+    house: House
+    name: str
+    fault: Fault
+    place: Workplace
+    attempt: Assignment
+    url: str = ""
+    calls: list[Logged] = field(default_factory=list)
+    """Of the engine."""
 
-def script(house, client, fault):
-    """The policy: it goes on from what is there of its answer, and plays the engine's faults at its second call."""
-    stalls = {"stall_at": STALL} if fault.stalls and client.streams else {}
+    @property
+    def client(self) -> Client:
+        return CLIENTS[self.name]
 
-    def next_answer(prompt, call):
+    @property
+    def word(self) -> str:
+        """In all of its prompts."""
+        return f"<{self.name}>"
+
+    @property
+    def gives_up(self) -> bool:
+        return self.name in self.fault.gives_up
+
+    @property
+    def takes_part(self) -> bool:
+        return self.fault.ends and self.client.takes_parts
+
+    def waiting(self) -> int:
+        sessions = self.house.exchange._sessions
+        session = sessions.get((self.attempt.rollout, 1))
+        return sum(pending.waiting for pending in session.calls_in_progress()) if session else 0
+
+    def sampled(self) -> int | None:
+        return len(self.calls[1].answer) if len(self.calls) == 2 else None
+
+    def next_answer(self, prompt, logged) -> Scripted:
+        """The policy: it goes on from what is there of its answer, and plays the engine's faults."""
+        self.calls.append(logged)
         begun = max(i for i in range(len(prompt)) if prompt[i : i + len(BEGIN)] == BEGIN) + len(BEGIN)
-        step = text(prompt).count("<|im_start|>tool\n" if client.shell else PROMPT)
-        thought = "Ah" if fault.otherwise and call > 2 else "Hm"
-        whole = answer(say(step + bool(client.shell), client.shell, thought))
+        step = text(prompt).count("<|im_start|>tool\n") + 1 if self.client.shell else text(prompt).count(PROMPT)
+        other = self.fault.otherwise and len(self.calls) > 2
+        whole = answer(say(step, self.client.shell, "Ah" if other else "Hm"))
         kept = prompt[begun:]
         assert whole[: len(kept)] == kept
-        return Scripted(whole[len(kept) :], **(fault.engine | stalls if call == 2 else {}))
+        if len(self.calls) != 2:
+            return Scripted(whole[len(kept) :])
+        stalls = {"stall_at": STALL} if self.fault.stalls and self.client.streams else {}
+        return Scripted(whole[: self.fault.part], **self.fault.engine, **stalls)
 
-    return next_answer
+    async def play(self) -> None:
+        front = faulty.Proxy(self.house.url, self.waiting, self.sampled)
+        back = faulty.Proxy(self.house.engine.url)
+        front.faults |= {2: self.fault.front} if self.fault.front else {}
+        back.faults |= {2: self.fault.back} if self.fault.back else {}
+        async with front, back:
+            await self.house.admin(register_engine(EngineSpec(id=self.name, url=back.url, run=self.name, model="m")))
+            self.url = front.url
+            texts = await self.client.play(self)
+        await faulty.until(lambda: all(call.finish for call in self.calls if call.answer))
+        await self.check(texts)
 
+    async def check(self, texts) -> None:
+        fault, client, calls = self.fault, self.client, self.calls
+        await self.house.admin(end_attempt(self.attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+        (transcript,) = await self.house.admin(get_transcripts(self.name))
+        nodes = transcript.attempts[-1].nodes
+        sample, totals = build(transcript), await self.house.admin(get_totals(self.name))
 
-async def restart(house, fault):
-    """The gateway, while the second answer is made."""
-    tokens = fault.engine.get("stall_at", 0)
-    await faulty.until(lambda: len(house.engine.log) == 2 and len(house.engine.log[1].answer) == tokens)
-    await house.restart()
-    house.engine.log[1].interrupted.set()
+        # No token is lost, and none is there twice.
+        sampled = sum(len(call.answer) for call in calls) - (len(calls[1].answer) if fault.wastes else 0)
+        assert sum(sample.fates.values()) == totals.sampled_tokens == sampled
+        check_contexts(sample, self.house.engine.log)
+        undelivered = [node for node in nodes if not node.delivered]
+        assert sample.fates[Fate.UNDELIVERED] == sum(node.sampled for node in undelivered)
+        parts = self.gives_up or self.takes_part or self.name in fault.keeps
+        assert len(undelivered) == totals.undelivered == parts
+        assert totals.lost == (fault.lost if client.streams else fault.whole_lost)
 
+        # What was whole is not sampled again.
+        expected = fault.calls if client.streams else fault.whole_calls or fault.calls
+        expected += (fault.unseen and not client.counts) - self.takes_part
+        assert len(calls) == (2 if self.gives_up else expected)
 
-@pytest.mark.parametrize(("fault", "client"), list(cases()))
-async def test_a_task_goes_on_after_a_fault_and_every_token_is_accounted_for(house, place, fault, client):
-    name, fault, client = client, FAULTS[fault], CLIENTS[client]
-    gives_up, takes_part = name in fault.gives_up, fault.ends and client.takes_parts
-    place.limit_s, place.may_fail = 600, gives_up
-    make_policy(house.policy, CALLING)
-    await house.restart()
-    house.engine.script = script(house, client, fault)
-    await house.make_run(context=10**6)
-    (attempt,) = await house.attempts(max_tokens=4000)
-    async with faulty.Proxy(house.url, house) as front, faulty.Proxy(house.engine.url, house) as back:
-        if fault.front:
-            front.faults[2] = fault.front
-        if fault.back:
-            back.faults[2] = fault.back
-            await house.admin(register_engine(EngineSpec(id="e", url=back.url, run="r", model="m")))
-        restarting = asyncio.create_task(restart(house, fault)) if fault.restarts else None
-        texts = await client.play(house, front, place, attempt.key)
-        if restarting:
-            await restarting
-
-    log = house.engine.log
-    await faulty.until(lambda: all(call.finish for call in log if call.answer))
-    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
-    (transcript,) = await house.admin(get_transcripts("g"))
-    nodes = transcript.attempts[-1].nodes
-    sample, totals = build(transcript), await house.admin(get_totals("r"))
-
-    # No token is lost, and none is there twice.
-    wasted = len(log[1].answer) if fault.wastes else 0
-    assert sum(sample.fates.values()) == totals.sampled_tokens == house.engine.sampled_tokens - wasted
-    check_contexts(sample, log)
-    undelivered = [node for node in nodes if not node.delivered]
-    assert sample.fates[Fate.UNDELIVERED] == sum(node.sampled for node in undelivered)
-    assert totals.lost == (fault.lost if client.streams else fault.whole_lost)
-    assert len(undelivered) == totals.undelivered == (gives_up or takes_part or name in fault.keeps)
-
-    # What was whole is not sampled again.
-    calls = fault.calls if client.streams else fault.whole_calls or fault.calls
-    again = fault.unseen and not client.counts
-    assert len(log) == (2 if gives_up else calls - takes_part + again)
-
-    # What the client has is what is stored.
-    if gives_up:
-        return
-    stored = [node.message["content"] for node in conversation(nodes)]
-    part = [texts.pop(1)] if takes_part else []
-    assert all(nodes[1].message["content"].startswith(text) for text in part)
-    if client.shell:
-        assert stored[2] in texts[0] + " "
-        assert (place.work / "out.txt").read_text() == "café\n" * 2
-        assert len(stored) == 3
-    else:
-        assert stored == texts
+        # What the client has is what is stored.
+        stored = [node.message["content"] for node in conversation(nodes)]
+        if self.takes_part:
+            assert nodes[1].message["content"].startswith(texts.pop(1))
+        if not client.shell:
+            assert stored == texts
+        elif not self.gives_up:
+            assert stored[2].strip() in texts[0]
+            assert (self.place.work / "out.txt").read_text() == "café\n" * 2
+            assert len(stored) == 3
 
 
 def conversation(nodes):
@@ -293,3 +312,48 @@ def conversation(nodes):
         found.append(by_number[number])
         number = by_number[number].follows
     return found[::-1]
+
+
+async def restart(house, stages) -> None:
+    """The gateway, while the second answers are made."""
+    tokens = stages[0].fault.engine.get("stall_at", 0)
+    await faulty.until(lambda: all(stage.sampled() == tokens for stage in stages))
+    await house.restart()
+    for stage in stages:
+        stage.calls[1].interrupted.set()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+async def test_a_task_goes_on_after_a_fault_and_every_token_is_accounted_for(house, tmp_path, name):
+    fault = FAULTS[name]
+    if fault.long and not os.environ.get("HARNESSED_LONG"):
+        pytest.skip("HARNESSED_LONG=1 plays it")
+    policy, stages = make_policy(tmp_path / "calling", CALLING), {}
+    house.engine.context = 10**7
+    for client in fault.clients:
+        if CLIENTS[client].shell and not binary(client).exists():
+            continue  # `make harnesses` fetches it
+        place = Workplace(tmp_path / client / "home", tmp_path / client / "work", 600, client in fault.gives_up)
+        place.home.mkdir(parents=True)
+        place.work.mkdir()
+        await house.admin(create_run(RunSpec(id=client, policy=str(policy), limits=Limits(context=10**6))))
+        sampling = Sampling(max_tokens=4000)
+        await house.admin(create_groups([GroupSpec(id=client, run=client, task={}, n=1, sampling=sampling)]))
+        (attempt,) = await house.admin(claim(client, "controller", 1, 3))
+        stages[client] = Stage(house, client, fault, place, attempt)
+
+    def next_answer(prompt, call):
+        (stage,) = [stage for stage in stages.values() if stage.word in text(prompt)]
+        return stage.next_answer(prompt, house.engine.log[call - 1])
+
+    house.engine.script = next_answer
+    playing = [stage.play() for stage in stages.values()]
+    if fault.restarts:
+        playing.append(restart(house, list(stages.values())))
+    ends = await asyncio.gather(*playing, return_exceptions=True)
+    failed = [end for end in ends if end is not None]
+    for client, end in zip(stages, ends, strict=False):
+        if end is not None:
+            end.add_note(f"{name}: {client}")
+    if failed:
+        raise ExceptionGroup(name, failed)

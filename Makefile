@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: benchmarks demo families harnesses test check format docs install smollm2
+.PHONY: benchmarks demo families harnesses harnesses-long test check format docs install smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -61,8 +61,12 @@ families: .cache/families
 	@$(VENV)/bin/python tests/families.py .cache/families
 
 harnesses: .cache/harnesses
-	@echo "harnesses: Claude Code, Codex and OpenCode, unmodified, through the gateway; under a minute"
+	@echo "harnesses: Claude Code, Codex and OpenCode, unmodified, through the gateway; about two minutes"
 	@$(VENV)/bin/pytest tests/harnesses
+
+harnesses-long: .cache/harnesses
+	@echo "harnesses-long: faults under harnesses, with waits of up to five minutes; about ten minutes"
+	@HARNESSED_LONG=1 $(VENV)/bin/pytest tests/harnesses/test_faults.py
 
 .cache/harnesses: | $(INSTALLED)
 	@echo "harnesses: fetches Claude Code, Codex and OpenCode with npm (1 GB on disk); about a minute"

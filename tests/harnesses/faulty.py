@@ -228,7 +228,7 @@ class Proxy:
 
     async def __aexit__(self, *_: object) -> None:
         self.leave()
-        assert not self.failures, self.failures
+        assert not (self.failures or self.faults), "a fault was not played, or not as meant"
 
     async def come(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
@@ -251,7 +251,7 @@ class Proxy:
         play: Fault = Request.pass_on
         if path.partition("?")[0].endswith(PATHS):
             self.requests.append(request)
-            play = self.faults.get(len(self.requests), play)
+            play = self.faults.pop(len(self.requests), play)
         playing, gone = asyncio.create_task(play(request)), asyncio.create_task(reader.read(1))
         await asyncio.wait({playing, gone}, return_when=asyncio.FIRST_COMPLETED)
         playing.cancel()  # whoever leaves here, leaves there too

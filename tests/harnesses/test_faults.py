@@ -30,6 +30,7 @@ from harnessed.client import (
     get_totals,
     get_transcripts,
     register_engine,
+    renew,
 )
 from harnessed.records import Assignment, Ending, EngineSpec, Fate, GroupSpec, Limits, Outcome, RunSpec, Sampling
 from harnessed.training.samples import build
@@ -156,8 +157,9 @@ class Fault:
     whole_calls: int = 0
     """Where answers are not streamed; 0: as many."""
     lost: int = 0
+    """Calls that the gateway cannot answer, where answers are streamed."""
     whole_lost: int = 0
-    """Calls that the gateway cannot answer."""
+    """Where they are not."""
     wastes: bool = False
     """The engine's second answer cannot reach the gateway."""
     ends: bool = False
@@ -173,7 +175,7 @@ class Fault:
 
 
 IN_TEXT = {"keeps": ("codex",), "gives_up": ("claude",)}
-"""Codex keeps the thought, which was whole. Claude Code says that a part of the answer was lost, and ends."""
+"""Codex keeps the thought, which was whole. Claude Code ends: with an error, or after a clean end with no words."""
 LEFT = {"stalls": True, "calls": 4, "whole_calls": 3}
 FAULTS = {
     "429": Fault(faulty.refuse(429, "retry-after: 1")),
@@ -323,6 +325,13 @@ async def restart(house, stages) -> None:
         stage.calls[1].interrupted.set()
 
 
+async def renewed(house) -> None:
+    """All attempts stay ours."""
+    while True:
+        await asyncio.sleep(5)
+        await house.admin(renew("controller"))
+
+
 @pytest.mark.parametrize("name", FAULTS)
 async def test_a_task_goes_on_after_a_fault_and_every_token_is_accounted_for(house, tmp_path, name):
     fault = FAULTS[name]
@@ -350,7 +359,9 @@ async def test_a_task_goes_on_after_a_fault_and_every_token_is_accounted_for(hou
     playing = [stage.play() for stage in stages.values()]
     if fault.restarts:
         playing.append(restart(house, list(stages.values())))
+    renewing = asyncio.create_task(renewed(house))
     ends = await asyncio.gather(*playing, return_exceptions=True)
+    renewing.cancel()
     failed = [end for end in ends if end is not None]
     for client, end in zip(stages, ends, strict=False):
         if end is not None:

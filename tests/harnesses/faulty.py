@@ -93,6 +93,14 @@ class Request:
             await answer.read()
 
 
+async def pieces(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """As they come, or in one if all have."""
+    if answer.content.at_eof():
+        yield await answer.read()
+    async for piece in answer.content.iter_any():
+        yield piece
+
+
 async def parts(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     """Events of a stream, each as soon as it is whole; any other answer in two halves."""
     if answer.content_type == WHOLE:
@@ -101,7 +109,7 @@ async def parts(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         yield whole[len(whole) // 2 :]
         return
     rest, end = b"", b"\n\n" if answer.content_type == "text/event-stream" else b"\n"
-    async for piece in answer.content.iter_any():
+    async for piece in pieces(answer):
         *events, rest = (rest + piece).split(end)
         for event in events:
             yield event + end
@@ -143,11 +151,14 @@ async def lose(request: Request) -> None:
     request.reset()
 
 
-def cut(after: bytes, *, resets: bool = True) -> Fault:
-    """Ends the connection after an event that matches, by a reset or like a server that has said all."""
+def cut(after: bytes, *, resets: bool = True, late: bool = False) -> Fault:
+    """Ends the connection after an event that matches, by a reset or like a server that has said all. If late, the
+    whole answer has come so far before anything is passed on."""
 
     async def play(request: Request) -> None:
         async with request.asked() as answer:
+            if late:
+                await answer.read()
             request.begin(answer, ends_unseen=not resets)
             async for part in parts(answer):
                 await request.send(part)

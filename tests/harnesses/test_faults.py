@@ -6,19 +6,16 @@ ones: a first byte after 65 s, and streams that stall until Codex and Claude Cod
 """
 
 import asyncio
-import json
 import os
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import faulty
 import pytest
+from clients import CLIENTS, PROMPT, Client
 from driving import Workplace, binary
 from house import House
 from policies import CALLING, make_policy
 from scripted_engine import Logged, Scripted
-from test_claude_code import claude
-from test_codex import codex
 from test_random_harness import check_contexts
 from texts import answer, ids, text
 
@@ -35,94 +32,10 @@ from harnessed.client import (
 from harnessed.records import Assignment, Ending, EngineSpec, Fate, GroupSpec, Limits, Outcome, RunSpec, Sampling
 from harnessed.training.samples import build
 
-PROMPT = "Go on, please."
 BEGIN = ids("<|im_start|>assistant\n")
 THOUGHT = rb'reasoning_text\.delta|thinking_delta|"reasoning_content":"[^"]'
 TEXT = rb'output_text\.delta|text_delta|"content":"[^"]'
 TOKENS = rb'"tokens"'
-BROKEN = ("APIConnectionError", "ReadError", "RemoteProtocolError")
-"""What SDKs raise in the middle of a stream, of their own or of their HTTP clients."""
-
-
-@dataclass(frozen=True)
-class Client:
-    play: Callable[..., Awaitable[list[str]]]
-    """Works through the task; the texts that it ended up with: an SDK's each, a harness's last."""
-    streams: bool = True
-    counts: bool = False
-    """Its retries say that they are some, until it tells its caller."""
-    takes_parts: bool = False
-    """A stream that just ends is a whole answer to it."""
-    shell: str = ""
-    """How it is told to write a file."""
-
-
-async def converse(stage, ask) -> list[str]:
-    """What a harness on an SDK does: it asks again where the SDK gave up, and takes every answer for a whole one."""
-    messages, texts = [], []
-    for _ in range(3):
-        messages.append({"role": "user", "content": f"{PROMPT} {stage.word}"})
-        for tries in range(5):
-            try:
-                content, said = await ask(messages)
-                break
-            except Exception as error:
-                if type(error).__name__ not in BROKEN or tries == 4:
-                    raise
-        messages.append({"role": "assistant", "content": content})
-        texts.append(said)
-    return texts
-
-
-async def play_openai(stage):
-    client = stage.house.openai(stage.attempt.key, max_retries=2)
-    client = client.with_options(base_url=f"{stage.url}/v1", timeout=600)
-
-    async def ask(messages):
-        asked = await client.chat.completions.create(model="m", messages=messages, stream=stage.client.streams)
-        if stage.client.streams:
-            said = "".join([chunk.choices[0].delta.content or "" async for chunk in asked if chunk.choices])
-        else:
-            said = asked.choices[0].message.content
-        return said, said
-
-    return await converse(stage, ask)
-
-
-async def play_anthropic(stage):
-    client = stage.house.anthropic(stage.attempt.key)
-    client = client.with_options(base_url=stage.url, max_retries=2, timeout=600)
-
-    async def ask(messages):
-        if stage.client.streams:
-            async with client.messages.stream(model="m", max_tokens=1000, messages=messages) as stream:
-                message = await stream.get_final_message()
-        else:
-            message = await client.messages.create(model="m", max_tokens=1000, messages=messages)
-        return message.content, "".join(block.text for block in message.content if block.type == "text")
-
-    return await converse(stage, ask)
-
-
-async def play_codex(stage):
-    return [await codex(stage, stage.place, stage.attempt.key, f"write a file {stage.word}")]
-
-
-async def play_claude(stage):
-    return [await claude(stage, stage.place, stage.attempt.key, "-p", f"write a file {stage.word}")]
-
-
-SHELL = {"description": "Write", "command": "echo café >> out.txt"}
-CODEX = json.dumps({"name": "exec_command", "arguments": {"cmd": SHELL["command"]}})
-CLAUDE = json.dumps({"name": "Bash", "arguments": SHELL})
-CLIENTS = {
-    "openai": Client(play_openai, streams=False, counts=True),
-    "openai-streamed": Client(play_openai, counts=True, takes_parts=True),
-    "anthropic": Client(play_anthropic, streams=False, counts=True),
-    "anthropic-streamed": Client(play_anthropic, counts=True, takes_parts=True),
-    "codex": Client(play_codex, shell=CODEX),
-    "claude": Client(play_claude, shell=CLAUDE),
-}
 
 
 def say(step: int, shell: str = "", thought: str = "Hm") -> str:
@@ -186,6 +99,7 @@ FAULTS = {
     "reset after the whole answer": Fault(faulty.lose, unseen=True),
     "broken in the thought": Fault(faulty.cut(THOUGHT), **LEFT),
     "broken in the text": Fault(faulty.cut(TEXT), **LEFT, **IN_TEXT),
+    "broken when all was said": Fault(faulty.cut(THOUGHT, late=True), calls=4, whole_calls=3),
     "ended in the thought": Fault(faulty.cut(THOUGHT, resets=False), **LEFT, ends=True),
     "ended in the text": Fault(faulty.cut(TEXT, resets=False), **LEFT, **IN_TEXT, ends=True),
     "late": Fault(faulty.wait(2)),
@@ -205,7 +119,7 @@ FAULTS = {
     ),
     "65 s late": Fault(faulty.wait(65), long=True),
     "stalled for 95 s": Fault(faulty.wait(95, TEXT), long=True),
-    "stalled for 310 s": Fault(faulty.wait(310, TEXT), unseen=True, clients=("codex", "claude"), long=True),
+    "stalled for 310 s": Fault(faulty.wait(310, THOUGHT), unseen=True, clients=("codex", "claude"), long=True),
 }
 
 

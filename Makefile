@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: benchmarks demo families harnesses test check format docs install smollm2
+.PHONY: benchmarks demo families harnesses harnesses-long test check format docs install smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -63,6 +63,10 @@ families: .cache/families
 harnesses: .cache/harnesses
 	@echo "harnesses: drives each, unmodified, through gateway and local runner; about three minutes"
 	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
+
+harnesses-long: .cache/harnesses
+	@echo "harnesses-long: faults under harnesses, with waits of up to five minutes; about ten minutes"
+	@HARNESSED_LONG=1 $(VENV)/bin/pytest tests/harnesses/test_faults.py
 
 .cache/harnesses: | $(INSTALLED)
 	@echo "harnesses: fetches seven with npm and uv (3 GB on disk); one to two minutes"

@@ -49,6 +49,9 @@ class Scripted:
     """Otherwise an error of this status, with nothing sampled."""
     pace_s: float = 0
     """Between two tokens."""
+    stall_at: int = 0
+    """After so many tokens it stalls, for `stall_s` or until it is interrupted; 0: it does not."""
+    stall_s: float = 30
     hang_up: bool = False
     """Sample, count, and close the connection in place of an answer; a stream has shown all of its tokens."""
 
@@ -208,7 +211,8 @@ class ScriptedEngine:
             call.answer.append(token)
             self.sampled_tokens += 1
             yield token
-            await call.wait(answer.pace_s)
+            stalls = len(call.answer) == answer.stall_at
+            await call.wait(answer.stall_s if stalls else answer.pace_s)
         whole = len(call.answer) == len(answer.tokens)
         cut = "length" if len(call.answer) == call.max_tokens else "interrupted"
         call.finish = answer.finish if whole else cut

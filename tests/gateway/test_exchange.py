@@ -530,6 +530,18 @@ async def test_a_retry_takes_the_call_whose_client_left_not_the_one_somebody_wai
     assert [node.delivered for node in await house.nodes()] == [True, True]
 
 
+async def test_an_answer_that_was_lost_on_its_way_is_replayed_to_the_retry_that_says_so(house):
+    """The gateway has handed it over; only the client knows that it did not arrive."""
+    (attempt,) = await house.attempts()
+    again = {"extra_headers": {"x-stainless-retry-count": "1"}}
+    said = [told(await say(house, attempt.key, [USER], **each))["content"] for each in ({}, again, {}, again, {})]
+    assert said == ["answer 1", "answer 1", "answer 2", "answer 2", "answer 3"]
+    await say(house, attempt.key, [USER, {"role": "assistant", "content": "answer 3"}, USER])
+    assert told(await say(house, attempt.key, [USER], **again))["content"] == "answer 5", "somebody has answer 3"
+    totals = await house.admin(get_totals("r"))
+    assert (totals.calls, totals.answers, totals.undelivered) == (5, 5, 0)
+
+
 @pytest.mark.parametrize("options", [{"n": 3}, {"max_tokens": 2}])
 async def test_a_request_for_something_else_is_no_retry(house, options):
     (attempt,) = await house.attempts()

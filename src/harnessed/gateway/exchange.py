@@ -258,7 +258,7 @@ class Exchange:
         for number in numbers:
             session.tree.nodes[number].delivered = True
         self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
-        session.drop(place.prompt, pending)
+        session.handed_over(place.prompt, pending)
 
 
 def _address(scope: Scope) -> Address:

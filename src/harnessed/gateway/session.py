@@ -60,6 +60,8 @@ class Session:
     next_number: int
     """Of the next node; handed out in the order in which writes are queued."""
     pending: dict[Digest, list[Pending]] = field(default_factory=dict)
+    delivered: dict[Digest, Pending] = field(default_factory=dict)
+    """Of each prompt the last call, if its answer was handed over whole: it may still be lost on its way."""
     interrupted: dict[tuple[Digest, Wanted], list[Node]] = field(default_factory=dict)
     """Answers that an engine broke off and nobody goes on with: the same request gets the rest."""
     faults: Faults = field(default_factory=dict)
@@ -91,6 +93,7 @@ class Session:
                 self.drop(prompt, pending)
 
         self.pending.setdefault(prompt, []).append(pending)
+        self.delivered.pop(prompt, None)
         pending.answers.add_done_callback(drop_failed)
 
     def drop(self, prompt: Digest, pending: Pending) -> None:
@@ -101,6 +104,12 @@ class Session:
         if not waiting:
             self.pending.pop(prompt, None)
 
+    def handed_over(self, prompt: Digest, pending: Pending) -> None:
+        """Its last byte is on its way."""
+        self.drop(prompt, pending)
+        pending.previews.clear()
+        self.delivered[prompt] = pending
+
     def drop_delivered(self, nodes: list[int]) -> None:
         """These answers turned out to have arrived."""
         for prompt in {self.tree.prompt(number) for number in nodes}:
@@ -110,15 +119,23 @@ class Session:
     def retried(self, turn: Turn, place: Place, retry_count: int) -> Pending | None:
         """The call that this request repeats because its answer did not arrive; None: the request is a new one.
 
-        A call whose client was seen to leave comes first; one that a client still seems to wait for is only taken by a
-        request that says that it is a retry.
+        A call whose client was seen to leave comes first; one that a client still seems to wait for, or has got as far
+        as can be seen from here, is only taken by a request that says that it is a retry.
         """
         same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
         left = [pending for pending in same if not pending.waiting]
         for pending in left or (same if retry_count > 0 else []):
             pending.waiting += 1
             return pending
-        return None
+        lost = self.delivered.get(place.prompt)
+        if lost is None or retry_count == 0 or lost.wanted != turn.wanted or self._repeated(lost):
+            return None
+        return lost
+
+    def _repeated(self, pending: Pending) -> bool:
+        """A later call goes on from its answer, so that somebody has it."""
+        numbers = {node.number for node in pending.answers.result()}
+        return any(node.follows in numbers for node in self.tree.nodes.values())
 
     def being_interrupted(self, turn: Turn, place: Place) -> "list[asyncio.Future[list[Node]]]":
         """The answers of calls like this one that nobody waited for, while they have not ended."""

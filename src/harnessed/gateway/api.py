@@ -205,6 +205,8 @@ class Api:
         def end(connection: Connection) -> Rollout:
             return lifecycle.end_attempt(connection, rollout, attempt, ending, ending.attempts, time.time())
 
+        if (await self._store.read(lambda connection: lifecycle.get_rollout(connection, rollout))).attempt != attempt:
+            return _answer(await self._store.write(end))  # refuses, and leaves alone the attempt that lives
         async with self._exchange.closing([rollout], SETTLE_LIMIT_S):
             return _answer(await self._store.write(end))
 
@@ -233,6 +235,10 @@ class Api:
         event = await _body(request, Event, MOST_EVENT_BYTES)
         if key != ADMIN and key != Key(Scope.ATTEMPT, event.rollout, event.attempt):
             raise Refused(403, "an attempt's key can append events of its own attempt only")
+        try:
+            orjson.dumps(event.data)
+        except orjson.JSONEncodeError as error:
+            raise Refused(400, f"the event's data cannot be kept: {error}") from None
         await self._store.write(
             lambda connection: lifecycle.append_event(connection, event, time.time(), live=key != ADMIN)
         )

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -114,7 +115,6 @@ async def _expire(store: Store, exchange: Exchange) -> None:
     """Take attempts from controllers that no longer renew."""
     while True:
         await asyncio.sleep(_EXPIRY_S)
-        overdue = await store.read(lambda connection: lifecycle.overdue(connection, time.time()))
-        if overdue:
+        if overdue := await store.read(lambda connection: lifecycle.overdue(connection, time.time())):
             async with exchange.closing(overdue, CANCEL_LIMIT_S):
-                await store.write(lambda connection: lifecycle.expire(connection, time.time()))
+                await store.write(partial(lifecycle.expire, rollouts=overdue, now=time.time()))

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from harnessed.gateway.preview import Broken, Unfolding
+from harnessed.gateway.reading import cut_at
 from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.wire.turn import Choice, Reply, Turn, Wire, WireError
 from harnessed.records import Node
@@ -74,6 +75,7 @@ async def _stream(
         await send({"type": "http.response.body", "body": before + events(), "more_body": more})
 
     try:
+        await asyncio.sleep(0)  # a client that has left is seen to have
         while not pending.answers.done():
             changes = [preview.changed for preview in pending.previews]
             new = [text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)]
@@ -88,6 +90,8 @@ async def _stream(
         if begun:
             return False
         raise
+    if gone.done():
+        return False
     await tell(lambda: stream.end(reply, rests), more=False)
     return True
 
@@ -100,11 +104,19 @@ def _reply(session: Session, pending: Pending, turn: Turn) -> Reply:
             node.message,
             "tool_calls" if node.message.get("tool_calls") else node.finish,
             node.sampled,
+            _stop(session, node, turn),
             _logprobs(session, node) if turn.logprobs else [],
         )
         for node in nodes
     ]
-    return Reply(pending.id, turn.model, time.time(), prompt_tokens, choices)
+    return Reply(pending.id, turn.model, time.time(), prompt_tokens, choices, turn.namespaces)
+
+
+def _stop(session: Session, node: Node, turn: Turn) -> str:
+    """The stop string that ended an answer."""
+    if not turn.wanted.stop:
+        return ""
+    return cut_at(session.template.said(array("i", node.answer).tolist()), turn.wanted.stop)[1]
 
 
 def _logprobs(session: Session, node: Node) -> list[tuple[str, float]]:

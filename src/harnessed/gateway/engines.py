@@ -40,6 +40,10 @@ class ContextTooLong(EngineFailed):
     """The engine says that the conversation does not fit its context; for the harness to mend."""
 
 
+class RequestRefused(EngineFailed):
+    """The engine cannot take these messages; for the harness to mend."""
+
+
 class Interrupted(EngineFailed):
     """Nobody wants the answer any more."""
 
@@ -55,6 +59,7 @@ class Engines:
         self._engines: dict[str, EngineSpec] = {}
         self._trouble: dict[str, str] = {}
         """Engine -> why it is out of reach, while it is."""
+        self._running: set[str] = set()
         self._unwanted: set[str] = set()
         """Generations that were interrupted and have not ended yet."""
         self._limit_s = limit_s
@@ -79,6 +84,7 @@ class Engines:
         on from its tokens. Raises EngineFailed, which holds the tokens so far.
         """
         deadline = time.monotonic() + self._limit_s
+        self._running.add(generation.id)
         try:
             for tries in range(1_000_000):
                 if kept.tokens and kept.tokens[-1] in generation.stop:
@@ -110,12 +116,13 @@ class Engines:
             error.kept = kept
             raise
         finally:
+            self._running.discard(generation.id)
             self._unwanted.discard(generation.id)
         raise AssertionError("the deadline ends the loop")
 
     async def interrupt(self, run: str, rollout: str, ids: list[str]) -> None:
         """Let generations end with the tokens that they have, of an engine that is asked by tokens."""
-        self._unwanted.update(ids)
+        self._unwanted.update(self._running.intersection(ids))
         try:
             engine = self._of(run, rollout)
         except EngineFailed:
@@ -207,6 +214,8 @@ class Engines:
             raise EngineFailed(f"engine {engine.id} gave no answer within {self._limit_s:.0f} s") from None
         if response.status == 400 and b"context length" in body:  # the words of OpenAI and vLLM
             raise ContextTooLong(_reason(body, response.status))
+        if response.status == 400 and engine.speaks == Dialect.CHAT:
+            raise RequestRefused(_reason(body, response.status))
         if response.status != 200:
             raise EngineFailed(f"engine {engine.id}: {_reason(body, response.status)}")
         try:

@@ -63,14 +63,15 @@ class Exchange:
         try:
             session = await self._session(self.key(scope))
             body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
-            turn, place, proven, segment = await self._aside(len(body), lambda: self._read(wire, session, body, at))
+            read = await self._aside(body, lambda: self._read(wire, session, body, at))
+            turn, place, proven, segment, chat_length = read
             self._note_delivered(session, proven)
             async with leaving(receive) as gone:
                 await self._end_of_interruption(session, turn, place, gone)
                 if gone.done():
                     return
                 pending = session.retried(turn, place, _retry_count(scope))
-                pending = pending or self._begin(session, turn, place, segment)
+                pending = pending or self._begin(session, turn, place, segment, chat_length)
                 arrived = await deliver(send, gone, wire, session, pending, turn)
         except WireError as error:
             await send_json(send, error.status, wire.render_error(error))
@@ -90,7 +91,7 @@ class Exchange:
             segment = self._encode(session, turn, session.tree.place(turn.messages, turn.tools))
             return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
-        return await self._aside(len(body), count)
+        return await self._aside(body, count)
 
     def close(self) -> None:
         self._encoder.shutdown(wait=False)
@@ -173,27 +174,36 @@ class Exchange:
         self._sessions[attempt] = session  # before anybody who waits for it goes on
         return session
 
-    async def _aside(self, size: int, work: Callable[[], T]) -> T:
-        """Do the work of a request of so many bytes: at once if it is small, else in a thread."""
-        if size < ASIDE_BYTES:
+    async def _aside(self, body: bytes, work: Callable[[], T]) -> T:
+        """Do the work of a request: at once if it is small and says all itself, else in a thread."""
+        if len(body) < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id")):
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def _read(
         self, wire: Wire, session: Session, body: bytes, at: Address
-    ) -> tuple[Turn, Place, list[int], Segment | None]:
-        """The request, its place, the answers that it proves to have arrived, and its new tokens."""
+    ) -> tuple[Turn, Place, list[int], Segment | None, int]:
+        """The request, its place, the answers that it proves to have arrived, and its new tokens; or none and the
+        length of its prompt, where the engine makes them."""
         turn = _parse(wire, session, body, at)
         place = session.tree.place(turn.messages, turn.tools)
         proven = session.tree.prove_delivered(place)
         if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
             if turn.prompt is not None:
                 raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
-            return turn, place, proven, None  # the engine makes them of the messages
+            return turn, place, proven, None, self._chat_length(session, turn, place)
         if turn.wanted.grammar:
             why = "this engine samples under no grammar: leave out `response_format` (`text.format`)"
             raise WireError(400, "no_grammar", why)
-        return turn, place, proven, self._encode(session, turn, place)
+        return turn, place, proven, self._encode(session, turn, place), 0
+
+    def _chat_length(self, session: Session, turn: Turn, place: Place) -> int:
+        """About how long an engine that speaks chat will make a prompt: it makes it itself, of the messages."""
+        try:
+            segment = session.tree.segment(place, turn.tools, session.template)
+        except TemplateError:  # the engine's own may take it
+            return session.tree.length(place.follows)
+        return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
     async def _end_of_interruption(
         self, session: Session, turn: Turn, place: Place, gone: "asyncio.Future[None]"
@@ -240,11 +250,11 @@ class Exchange:
         except TemplateError as error:
             raise WireError(400, "invalid_messages", str(error)) from error
 
-    def _begin(self, session: Session, turn: Turn, place: Place, segment: Segment | None) -> Pending:
+    def _begin(self, session: Session, turn: Turn, place: Place, segment: Segment | None, chat_length: int) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
         self._check_admission(session, turn.wanted.n)
         call, now = secrets.token_hex(8), time.time()
-        choices = self._sampler.choices(session, turn, place, segment, call)
+        choices = self._sampler.choices(session, turn, place, segment, chat_length, call)
         session.calls += 1
         self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn, now))
         previews = [Preview() for _ in choices] if turn.stream else []

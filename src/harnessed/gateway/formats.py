@@ -5,6 +5,7 @@ formats of the families' own templates, as the parsers of vLLM and SGLang read t
 `renderers`, read answers only when they are whole, and drop text beside calls: here a stream has to end as the whole.
 """
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ class CallFormat:
     opens: str
     closes: str
     """Empty: calls go on to the end of the answer."""
-    read: Callable[[str, Types], list[Call] | None]
-    """The calls between the two; None: there are none. May raise ValueError, TypeError or KeyError for the same."""
+    read: Callable[[str, Types], list[Call]]
+    """The calls between the two. Whatever it raises for a text means that there are none."""
     markers: tuple[str, ...] = ()
     """Special tokens of the format, which have to stay in the text."""
     first: bool = False
@@ -37,8 +38,8 @@ class CallFormat:
     def calls(self, text: str, types: Types) -> list[Call]:
         """The calls in the text between `opens` and `closes`; empty if it is no text of this format."""
         try:
-            return self.read(text, types) or []
-        except (ValueError, TypeError, KeyError):
+            return self.read(text, types)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return []
 
 
@@ -69,11 +70,24 @@ def declared(tools: list[dict[str, Any]]) -> Types:
     return types
 
 
+def _loads(text: str) -> Any:
+    """JSON with numbers of any length, and without what is none: NaN, or half a character."""
+    text.encode()
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _arguments(value: Any) -> str:
     """An object as JSON, as clients get it."""
     if not isinstance(value, dict):
         raise TypeError("arguments are an object")
-    return orjson.dumps(value).decode()
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Protocols write it again, as an object within others; this raises for halves of characters, too.
+    orjson.dumps([[[[[[[[orjson.loads(text)]]]]]]]])
+    return text
 
 
 def _object(value: Any) -> Call:
@@ -81,82 +95,139 @@ def _object(value: Any) -> Call:
     name = value["name"]
     if not isinstance(name, str) or not name:
         raise TypeError("a name is a text")
+    name.encode()
     return name, _arguments(value["arguments"] if "arguments" in value else value["parameters"])
 
 
 def _json(text: str, _: Types) -> list[Call]:
-    return [_object(orjson.loads(text))]
+    return [_object(_loads(text))]
 
 
 def _json_list(text: str, _: Types) -> list[Call]:
-    return [_object(value) for value in orjson.loads(text)]
+    return [_object(value) for value in _loads(text)]
 
 
-def _json_first(text: str, types: Types) -> list[Call]:
-    """One object, or several with semicolons between them."""
-    try:
-        return _json("{" + text, types)
-    except orjson.JSONDecodeError:
-        return _json_list("[{" + re.sub(r"}\s*;\s*{", "},{", text) + "]", types)
+def _json_first(text: str, _: Types) -> list[Call]:
+    """One object, or several with semicolons between them; the opening brace is gone."""
+    return [_object(value) for _, value in _values("{" + text, re.compile(r"\s*"), ";")]
 
 
-def _named(text: str, _: Types) -> list[Call] | None:
+def _named(text: str, _: Types) -> list[Call]:
     """`name[ARGS]{...}`, or `name{...}`, and more of them after the marker."""
-    found = [re.fullmatch(r"\s*([\w.:/-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*({.*})\s*", each, re.S)
-             for each in text.split("[TOOL_CALLS]")]  # fmt: skip
-    return [(each[1], _arguments(orjson.loads(each[2]))) for each in found if each] if all(found) else None
+    begin = re.compile(r"\s*([\w.:/-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+    return [(found[1], _arguments(value)) for found, value in _values(text, begin, "[TOOL_CALLS]")]
 
 
-def _parts(text: str, pattern: str) -> list[tuple[str, ...]]:
-    """The groups of each part; raises ValueError if anything but white space stands between the parts."""
-    parts = [match.groups() for match in re.finditer(pattern, text, re.S)]
-    if not parts or re.sub(pattern, "", text, flags=re.S).strip():
-        raise ValueError("there is something else than calls")
+def _values(text: str, begin: re.Pattern[str], between: str) -> list[tuple[re.Match[str], Any]]:
+    """JSON values, each after a beginning, with a text between two of them."""
+    text.encode()
+    decoder, values, end = json.JSONDecoder(parse_constant=_refuse), [], 0
+    while found := begin.match(text, end):
+        value, end = decoder.raw_decode(text, found.end())
+        values.append((found, value))
+        rest = text[end : end + len(between) + 80].lstrip()
+        if not text[end:].strip():
+            return values
+        if not rest.startswith(between):
+            break
+        end = text.index(between, end) + len(between)
+    raise ValueError("there is something else than calls")
+
+
+def _between(text: str, opens: str, closes: str) -> list[str]:
+    """What stands between these, with white space around it; raises ValueError for anything else."""
+    parts = []
+    while text := text.lstrip():
+        part, closed, rest = text.removeprefix(opens).partition(closes)
+        if not closed or not text.startswith(opens):
+            raise ValueError("there is something else than calls")
+        parts.append(part)
+        text = rest
     return parts
 
 
 def _deepseek(text: str, _: Types) -> list[Call]:
     """V3 writes the arguments as a block of code after the name, V3.1 as they are."""
-    pattern = (
-        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```|(.*?)<｜tool▁sep｜>(.*?))"
-        r"(?:<｜tool▁call▁end｜>|$)"
-    )
-    return [(a or c, _arguments(orjson.loads(b or d))) for a, b, c, d in _parts(text, pattern)]
+    calls = []
+    for part in _between(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
+        name, _sep, arguments = part.partition("<｜tool▁sep｜>")
+        if name == "function":
+            name, _sep, arguments = arguments.partition("\n```json\n")
+            arguments = arguments.removesuffix("\n```")
+        calls.append((_name(name), _arguments(_loads(arguments))))
+    return calls
 
 
 def _kimi(text: str, _: Types) -> list[Call]:
-    name = r"<\|tool_call_begin\|>\s*(?:functions\.)?([^:<]+)(?::\d+)?\s*"
-    pattern = name + r"<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>"
-    return [(name.strip(), _arguments(orjson.loads(arguments))) for name, arguments in _parts(text, pattern)]
+    calls = []
+    for part in _between(text, "<|tool_call_begin|>", "<|tool_call_end|>"):
+        name, _sep, arguments = part.partition("<|tool_call_argument_begin|>")
+        name = name.strip().removeprefix("functions.").partition(":")[0]
+        calls.append((_name(name), _arguments(_loads(arguments))))
+    return calls
 
 
 def _qwen_xml(text: str, types: Types) -> list[Call]:
     calls = []
-    for name, body in _parts(text, r"<function=([^>\n]+)>(.*?)</function>"):
-        given = _parts(body, r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>") if body.strip() else []
-        calls.append((name, _arguments({key: _typed(value, types.get(name, {}).get(key)) for key, value in given})))
+    for part in _between(text, "<function=", "</function>"):
+        name, _sep, body = part.partition(">")
+        given = [each.partition(">") for each in _between(body, "<parameter=", "</parameter>")]
+        known = types.get(name, {})
+        values = {key: _typed(value.removeprefix("\n").removesuffix("\n"), known.get(key)) for key, _, value in given}
+        calls.append((_name(name), _arguments(values)))
     return calls
 
 
 def _glm(text: str, types: Types) -> list[Call]:
-    name, _, body = text.partition("<arg_key>")
-    pattern = r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
-    given = _parts("<arg_key>" + body, pattern) if body else []
-    name = name.strip()
-    if not re.fullmatch(r"[\w.:/-]+", name):
-        raise ValueError("a name stands first")
-    values = {key.strip(): _typed(value, types.get(name, {}).get(key.strip())) for key, value in given}
+    name, key, body = text.partition("<arg_key>")
+    given = [each.partition("</arg_key>") for each in _between(key + body, "<arg_key>", "</arg_value>")]
+    name = _name(name.strip())
+    known = types.get(name, {})
+    values = {key.strip(): _typed(_value(value), known.get(key.strip())) for key, _, value in given}
     return [(name, _arguments(values))]
 
 
+def _value(text: str) -> str:
+    """Of GLM's argument, after its key."""
+    value = text.lstrip()
+    if not value.startswith("<arg_value>"):
+        raise ValueError("a key has no value")
+    return value.removeprefix("<arg_value>")
+
+
+def _name(name: str) -> str:
+    if not re.fullmatch(r"[\w.:/-]+", name):
+        raise ValueError("a call has no name")
+    return name
+
+
 def _typed(value: str, schema: Any) -> Any:
-    """A value that is written without quotes: a text where the tool declares one, else JSON where it is."""
-    if isinstance(schema, dict) and schema.get("type") in ("string", ["string"]):
-        return value
+    """A value that is written without quotes: a text where the tool takes nothing but texts, else JSON where it is."""
+    kinds = _kinds(schema)
+    if "string" in kinds and kinds <= {"string", "null"}:
+        return None if value == "null" and "null" in kinds else value
     try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
+        return _loads(value)
+    except (ValueError, RecursionError):
         return value
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types that a JSON schema allows; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds: set[str] = set()
+    branches = [schema, *(each for name in ("anyOf", "oneOf") for each in _list(schema.get(name)))]
+    for kind in [branch.get("type") for branch in branches if isinstance(branch, dict)]:
+        kinds |= {each for each in [kind, *_list(kind)] if isinstance(each, str)}
+    choices = schema.get("enum")
+    if not kinds and isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+        kinds = {"string"}
+    return kinds
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 _DEEPSEEK = ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")

@@ -217,9 +217,10 @@ def overdue(connection: Connection, now: float) -> list[str]:
     return list(connection.execute(query).scalars())
 
 
-def expire(connection: Connection, now: float) -> None:
-    """Attempts whose controller is gone make room for the next attempt, or end their rollout by infrastructure."""
-    gone = select(attempts).where(and_(attempts.c.live, attempts.c.lease_until < now))
+def expire(connection: Connection, rollouts: list[str], now: float) -> None:
+    """Attempts whose controller is gone make room for the next attempt, or end their rollout by infrastructure. That
+    their controller has renewed since it was found to be gone does not help: their calls were ended."""
+    gone = select(attempts).where(and_(attempts.c.live, attempts.c.rollout.in_(rollouts)))
     for attempt in connection.execute(gone).mappings().all():
         ending = Ending(outcome=Outcome.INFRASTRUCTURE, reason=f"controller {attempt['owner']} stopped renewing")
         end_attempt(connection, attempt["rollout"], attempt["number"], ending, attempt["tries"], now)

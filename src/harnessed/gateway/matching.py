@@ -10,12 +10,15 @@ from typing import Any
 
 import orjson
 
+from harnessed.gateway.wire.turn import INSTRUCTIONS
+
 Message = dict[str, Any]
 
 
 def prompt_identity(message: Message) -> Any:
     """Everything that a prompt message says, without the shapes that mean the same."""
-    shape = {key: value for key, value in message.items() if key != "cache_control" and value is not None}
+    ignored = ("cache_control", INSTRUCTIONS)
+    shape = {key: value for key, value in message.items() if key not in ignored and value is not None}
     shape["content"] = text_of(message.get("content"))
     if "tool_call_id" in shape:
         shape["tool_call_id"] = plain_id(shape["tool_call_id"])

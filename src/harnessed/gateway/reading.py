@@ -5,9 +5,15 @@ the text was cut into pieces. Text that may open something is held back until it
 and does not turn out to be one stays text, byte for byte. White space between the parts belongs to the format.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harnessed.gateway.formats import Call, Format, Types
+from harnessed.gateway.formats import Call, CallFormat, Format, Types
+
+_MOST_CLOSES = 4
+"""So many ends are tried for a call before it is none."""
+_MOST_BROKEN = 32
+"""After so many that were none, no more are looked for: what repeats itself would cost the square of its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,12 @@ class Piece:
 
     def __add__(self, more: "Piece") -> "Piece":
         return Piece(self.reasoning + more.reasoning, self.text + more.text)
+
+
+def cut_at(text: str, stop_strings: Sequence[str]) -> tuple[str, str]:
+    """The text up to the first stop string in it, and that one; an engine that broke off may have missed it."""
+    at, stop = min(((at, stop) for stop in stop_strings if (at := text.find(stop)) >= 0), default=(len(text), ""))
+    return text[:at], stop
 
 
 class Reader:
@@ -93,29 +105,52 @@ class Reader:
         return self._read(last)
 
     def _read_text(self, last: bool) -> Piece:
-        if self._format is None:
-            return Piece(text=self._take(len(self._held)))
         piece = Piece()
-        while (at := self._held.find(self._format.opens)) >= 0:
+        while self._format and (at := self._held.find(self._format.opens)) >= 0:
             piece += Piece(text=self._take(len(self._held[:at].rstrip())))
-            before, _, rest = self._held.partition(self._format.opens)
-            inside, closed, rest = rest.partition(self._format.closes) if self._format.closes else (rest, "", "")
-            if not closed and not last:
+            end = self._read_calls(self._format, last)
+            if end is None:
                 return piece
-            whole = closed or not self._format.must_close
-            if whole and (calls := self._format.calls(inside, self._types)):
-                self.calls += calls
-                self._held = rest
-            else:
-                self.broken += 1
-                piece += Piece(text=self._take(len(before) + len(self._format.opens)))
-                if self._format.first:
-                    self._format = None
-                    return piece + self._read_text(last)
+            if end:
+                self._held = self._held[end:]
+                continue
+            self.broken += 1
+            piece += Piece(text=self._take(self._held.index(self._format.opens) + len(self._format.opens)))
+            if self._format.first or self.broken == _MOST_BROKEN:
+                self._format = None
+        if self._format is None:
+            return piece + Piece(text=self._take(len(self._held)))
         if last:
             return piece + Piece(text=self._take(len(self._held.rstrip() if self.calls else self._held)))
         free = self._held[: len(self._held) - _begun(self._held, self._format.opens)]
         return piece + Piece(text=self._take(len(free.rstrip())))
+
+    def _read_calls(self, format: CallFormat, last: bool) -> int | None:
+        """Where the calls end that begin what is held; 0: they are none; None: they may become some."""
+        begin = self._held.index(format.opens) + len(format.opens)
+        if not format.closes:
+            return self._add(format, self._held[begin:], len(self._held)) if last else None
+        close = begin
+        for _ in range(_MOST_CLOSES):  # the end of a call may stand in its arguments too
+            close = self._held.find(format.closes, close)
+            if close < 0:
+                break
+            end = close + len(format.closes)
+            if self._add(format, self._held[begin:close], end):
+                return end
+            close = end
+        else:
+            return 0
+        if not last:
+            return None
+        alone = self._held.find(format.opens, begin) < 0 and self._held.find(format.closes, begin) < 0
+        return self._add(format, self._held[begin:], len(self._held)) if alone and not format.must_close else 0
+
+    def _add(self, format: CallFormat, text: str, end: int) -> int:
+        """Take in the calls of a text that ends there; 0: it has none."""
+        calls = format.calls(text, self._types)
+        self.calls += calls
+        return end if calls else 0
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NoReturn
 
-import orjson
-
 from harnessed.gateway.dialects import NOTHING, Generated, Generation
-from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted
+from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted, RequestRefused
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.reading import cut_at
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Pending, Session, attempt_ended
 from harnessed.gateway.splits import by_ids
@@ -54,10 +53,13 @@ class Sampler:
         self._store = store
         self._engines = engines
 
-    def choices(self, session: Session, turn: Turn, place: Place, segment: Segment | None, call: str) -> list[Wanted]:
-        """What is to be sampled. Refuses what does not fit the context."""
+    def choices(
+        self, session: Session, turn: Turn, place: Place, segment: Segment | None, chat_length: int, call: str
+    ) -> list[Wanted]:
+        """What is to be sampled. Refuses what does not fit the context. `chat_length`: about how long the engine will
+        make the prompt, where there is no segment."""
         if segment is None:
-            used, prompt = session.tree.length(place.follows), b""
+            used, prompt = chat_length, b""
         else:
             prompt = session.tree.context(segment.parent, segment.cut) + segment.ids
             used = len(prompt) // 4
@@ -65,13 +67,16 @@ class Sampler:
         if room < 1:
             self.fault(session, LIMIT, f"budget: the context limit of {session.limits.context} tokens was reached")
             raise context_overflow(used + 1, session.limits.context)
-        left = session.tokens_left // turn.wanted.n
+        left, free = (tokens // turn.wanted.n for tokens in session.tokens_left())
+        if free < 1 <= left:
+            why = "the attempt's other calls may sample all tokens that are left to it: ask again when they have ended"
+            raise WireError(429, "rate_limit_exceeded", why)
         if left < 1:
             self.fault(session, LIMIT, f"budget: the limit of {session.limits.tokens} sampled tokens was reached")
             raise WireError(403, "budget_exhausted", f"this attempt may sample {session.limits.tokens} tokens in all")
         generation = Generation(
             prompt=prompt,
-            max_tokens=min(room, left, session.sampling.max_tokens, turn.wanted.max_tokens or room),
+            max_tokens=min(room, session.sampling.max_tokens, turn.wanted.max_tokens or room),
             temperature=session.sampling.temperature,
             top_p=session.sampling.top_p,
             seed=0,
@@ -83,7 +88,9 @@ class Sampler:
         )
         begun = [] if segment is None else session.take_interrupted(place.prompt, turn.wanted)
         return [
-            _choice(session, segment, replace(generation, seed=_seed(session, choice), id=f"{call}.{choice}"), node)
+            _choice(
+                session, segment, replace(generation, seed=_seed(session, choice), id=f"{call}.{choice}"), node, free
+            )
             for choice, node in zip_longest(range(turn.wanted.n), begun)
         ]
 
@@ -135,6 +142,8 @@ class Sampler:
         if isinstance(failure, ContextTooLong):
             self.fault(session, LIMIT, "budget: the engine's context was reached")
             raise WireError(400, "context_length_exceeded", str(failure)) from failure
+        if isinstance(failure, RequestRefused):
+            raise WireError(400, "invalid_messages", str(failure)) from failure
         if isinstance(failure, Interrupted):
             raise attempt_ended(session.attempt) from failure  # whoever else could hear it has left
         if isinstance(failure, EngineFailed):
@@ -173,7 +182,10 @@ class Sampler:
         self._store.write_soon(lambda connection: record_faults(connection, session.attempt, faults))
 
 
-def _choice(session: Session, segment: Segment | None, generation: Generation, begun: Node | None) -> Wanted:
+def _choice(session: Session, segment: Segment | None, generation: Generation, begun: Node | None, free: int) -> Wanted:
+    """`free`: tokens that may be sampled for it; those that it has were counted."""
+    free += begun.sampled if begun else 0
+    generation = replace(generation, max_tokens=min(generation.max_tokens, free))
     if begun is None:
         return Wanted(segment, generation, None)
     # It goes on where it was begun, whatever the transcript has learnt since.
@@ -214,13 +226,18 @@ def _apart(session: Session, turn: Turn) -> str:
     """The fate of an answer that is not trained for what the request is."""
     if turn.wanted.grammar:
         return Fate.CONSTRAINED
-    said = [text_of(message.get("content")) for message in turn.messages if message["role"] == "system"]
-    system = "\n".join(text if isinstance(text, str) else orjson.dumps(text).decode() for text in said)
+    system = "\n".join(_text(message) for message in turn.messages if message["role"] in ("system", "developer"))
     for kind in session.side_calls:
         tools = kind.tools is None or kind.tools == bool(turn.tools)
         if tools and (kind.system is None or re.search(kind.system, system)):
             return Fate.SIDE_CALL
     return ""
+
+
+def _text(message: dict[str, Any]) -> str:
+    content = text_of(message.get("content"))
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "\n".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
 def _kept(node: Node) -> Generated:
@@ -238,10 +255,7 @@ def _message(template: ChatTemplate, generated: Generated, turn: Turn) -> tuple[
         calls = [call | {"id": _call_id()} for call in generated.message.get("tool_calls") or []]
         return generated.message | ({"tool_calls": calls} if calls else {}), 0
     stopped = generated.tokens[-1] in template.stop_ids
-    text = template.text(generated.tokens, stopped=stopped)
-    if generated.finish == "stop" and not stopped:
-        found = [at for stop in turn.wanted.stop if (at := text.find(stop)) >= 0]
-        text = text[: min(found, default=len(text))]
+    text, _ = cut_at(template.text(generated.tokens, stopped=stopped), turn.wanted.stop)
     reader = turn.reader(template.format)
     piece = reader.end(text)
     message: dict[str, Any] = {"role": "assistant", "content": piece.text or (None if reader.calls else "")}

@@ -73,13 +73,13 @@ class Session:
     def answers_at_once(self) -> int:
         return sum(pending.wanted.n for pending in self.calls_in_progress() if not pending.answers.done())
 
-    @property
-    def tokens_left(self) -> int:
-        """That may still be sampled, if all that is being sampled takes what it can."""
+    def tokens_left(self) -> tuple[int, int]:
+        """That the attempt may still sample, and of these so many that no call in progress may take."""
         if self.limits.tokens is None:
-            return 2**31
+            return 2**31, 2**31
+        left = self.limits.tokens - sum(node.sampled for node in self.tree.nodes.values())
         asked = sum(pending.most_tokens for pending in self.calls_in_progress() if not pending.answers.done())
-        return self.limits.tokens - asked - sum(node.sampled for node in self.tree.nodes.values())
+        return left, left - asked
 
     def calls_in_progress(self) -> list[Pending]:
         return [pending for waiting in self.pending.values() for pending in waiting]

@@ -21,7 +21,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(request, dict):
         raise invalid("the body must be a JSON object")
     try:
-        orjson.dumps(request)  # what is recorded has to be written again
+        orjson.dumps([[[[[[[[request]]]]]]]])  # what is recorded has to be written again, within other things
     except orjson.JSONEncodeError as error:
         raise invalid(f"the request cannot be kept: {error}") from None
     return request

@@ -39,6 +39,7 @@ def parse(body: bytes, _: Address) -> Turn:
         tools=objects(request, "tools"),
         model=str(request.get("model") or POLICY),
         wanted=Wanted(
+            calls=request.get("tool_choice") != "none",
             n=whole_number(request, "n", MOST_CHOICES) or 1,
             max_tokens=whole_number(request, "max_completion_tokens") or whole_number(request, "max_tokens"),
             stop=texts(request, "stop"),
@@ -47,7 +48,6 @@ def parse(body: bytes, _: Address) -> Turn:
         stream=bool(request.get("stream")),
         usage=bool(options.get("include_usage")),
         logprobs=bool(request.get("logprobs")),
-        calls=request.get("tool_choice") != "none",
         asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
     )
 

@@ -54,13 +54,13 @@ def parse(body: bytes, at: Address) -> Turn:
         ],
         model=at["model"],
         wanted=Wanted(
+            calls=_calls_wanted(request),
             n=whole_number(config, "candidateCount", MOST_CHOICES) or 1,
             max_tokens=whole_number(config, "maxOutputTokens"),
             stop=texts(config, "stopSequences"),
         ),
         stream=method == METHODS[1],
         events=at.get("alt") == "sse",
-        calls=_calls_wanted(request),
         asked={"model": at["model"]} | {key: value for key, value in request.items() if key not in _MESSAGES},
     )
 

@@ -40,9 +40,12 @@ def parse(body: bytes, _: Address) -> Turn:
         messages=messages,
         tools=[_tool(tool) for tool in objects(request, "tools")],
         model=str(request.get("model") or POLICY),
-        wanted=Wanted(max_tokens=whole_number(request, "max_tokens"), stop=texts(request, "stop_sequences")),
+        wanted=Wanted(
+            calls=not (isinstance(choice, dict) and choice.get("type") == "none"),
+            max_tokens=whole_number(request, "max_tokens"),
+            stop=texts(request, "stop_sequences"),
+        ),
         stream=bool(request.get("stream")),
-        calls=not (isinstance(choice, dict) and choice.get("type") == "none"),
         asked={key: value for key, value in request.items() if key not in ("messages", "system", "tools")},
     )
 
@@ -51,8 +54,7 @@ def render(reply: Reply) -> bytes:
     """The response body."""
     choice = reply.choices[0]
     return orjson.dumps(
-        _message(reply.id, reply.model)
-        | {"content": _blocks(choice), "stop_reason": _REASONS[choice.finish], "usage": _usage(reply)}
+        _message(reply.id, reply.model) | {"content": _blocks(choice), "usage": _usage(reply)} | _ending(choice)
     )
 
 
@@ -99,8 +101,7 @@ class Stream:
         events += self._close()
         for index, call in enumerate(calls, self._blocks):
             events += _whole_call(index, call)
-        delta = {"stop_reason": _REASONS[choice.finish], "stop_sequence": None}
-        return events + _event("message_delta", delta=delta, usage=_usage(reply)) + _event("message_stop")
+        return events + _event("message_delta", delta=_ending(choice), usage=_usage(reply)) + _event("message_stop")
 
     def _tell(self, kind: str, text: str) -> bytes:
         """More of the text of a block, which is opened unless it is."""
@@ -184,6 +185,11 @@ def _joined(blocks: list[dict[str, Any]], kind: str) -> str:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     function = {"name": tool.get("name"), "description": tool.get("description", "")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema", {})}}
+
+
+def _ending(choice: Choice) -> dict[str, Any]:
+    reason = "stop_sequence" if choice.stop and choice.finish != "tool_calls" else _REASONS[choice.finish]
+    return {"stop_reason": reason, "stop_sequence": choice.stop or None}
 
 
 def _blocks(choice: Choice) -> list[dict[str, Any]]:

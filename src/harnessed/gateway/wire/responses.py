@@ -40,10 +40,16 @@ def parse(body: bytes, _: Address) -> Turn:
         messages=first + _messages(items),
         tools=_tools(objects(request, "tools")),
         model=str(request.get("model") or POLICY),
-        wanted=Wanted(max_tokens=whole_number(request, "max_output_tokens"), grammar=_grammar(request)),
+        wanted=Wanted(
+            calls=request.get("tool_choice") != "none",
+            max_tokens=whole_number(request, "max_output_tokens"),
+            grammar=_grammar(request),
+        ),
         stream=bool(request.get("stream")),
-        calls=request.get("tool_choice") != "none",
         after=after.removeprefix("resp_"),
+        namespaces=tuple(
+            str(tool.get("name")) for tool in objects(request, "tools") if tool.get("type") == "namespace"
+        ),
         asked={key: value for key, value in request.items() if key not in ("input", "instructions", "tools")},
     )
 
@@ -240,25 +246,26 @@ def _finished(reply: Reply) -> Item:
     return _response(reply.id, reply.model, reply.created) | {
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-        "output": _output(reply.id, choice),
+        "output": _output(reply, choice),
         "usage": usage,
     }
 
 
-def _output(call: str, choice: Choice) -> list[Item]:
+def _output(reply: Reply, choice: Choice) -> list[Item]:
     message, items = choice.message, []
     calls = message.get("tool_calls") or []
     if message.get("reasoning_content"):
-        items.append(_told("reasoning", call, message["reasoning_content"]))
+        items.append(_told("reasoning", reply.id, message["reasoning_content"]))
     if message.get("content") or not calls:
-        items.append(_told("message", call, message.get("content") or ""))
+        items.append(_told("message", reply.id, message.get("content") or ""))
     for each in calls:
-        space, _, name = each["function"]["name"].rpartition(".")
+        name = each["function"]["name"]
+        space = next((space for space in reply.namespaces if name.startswith(f"{space}.")), "")
         item = {
             "type": "function_call",
             "id": f"fc_{each['id']}",
             "call_id": each["id"],
-            "name": name,
+            "name": name.removeprefix(f"{space}.") if space else name,
             "arguments": each["function"]["arguments"],
             "status": "completed",
         }

@@ -28,6 +28,8 @@ class Wanted:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     """Texts that end an answer; they are not delivered."""
+    calls: bool = True
+    """Whether tool calls are looked for in the answer, if there are tools."""
     grammar: str = ""
     """OpenAI's `response_format` as JSON, where the answer has to have one: for engines that can."""
 
@@ -52,17 +54,17 @@ class Turn:
     """Whether a stream is one of server-sent events; else it is one JSON value."""
     logprobs: bool = False
     """Whether the answer is wanted with the log-probability of each token."""
+    namespaces: tuple[str, ...] = ()
+    """Beginnings of tools' names that Responses calls their namespace."""
     usage: bool = False
     """Whether a stream is to tell how many tokens there were."""
-    calls: bool = True
-    """Whether tool calls are looked for in the answer, if there are tools."""
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
 
     @property
     def types(self) -> Types | None:
         """Types of the tools' parameters; None: the answer is read without calls."""
-        return declared(self.tools) if self.calls and self.tools else None
+        return declared(self.tools) if self.wanted.calls and self.tools else None
 
     def reader(self, format: Format) -> Reader:
         """Of an answer by a policy with this format; what goes on from a bare prompt is text as a whole."""
@@ -84,6 +86,8 @@ class Choice:
     """`stop`, `length` or `tool_calls`."""
     tokens: int
     """Sampled tokens."""
+    stop: str = ""
+    """The stop string that ended it."""
     logprobs: list[tuple[str, float]] = field(default_factory=list)
     """Each token and its log-probability, where they were asked for and the engine gave them."""
 
@@ -96,6 +100,7 @@ class Reply:
     """Seconds since the epoch."""
     prompt_tokens: int
     choices: list[Choice]
+    namespaces: tuple[str, ...] = ()
 
 
 class Stream(Protocol):

@@ -223,7 +223,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(request_, says):
 
 def test_what_asks_for_nothing_is_no_refusal():
     request = turn(echo=False, suffix=None, logprobs=0, best_of=1, user="me", stream=True)
-    assert (request.stream, request.calls, request.types, request.asked["user"]) == (True, True, None, "me")
+    assert (request.stream, request.wanted.calls, request.types, request.asked["user"]) == (True, True, None, "me")
 
 
 @pytest.mark.parametrize("id", [TOKENIZER.get_vocab_size(), 2**40])

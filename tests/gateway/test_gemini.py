@@ -295,7 +295,7 @@ def test_what_harnesses_send_is_understood():
     schema = {"type": "object", "properties": {"at": {"type": "string"}, "n": {"type": "number"}}}
     assert [tool["function"]["parameters"] for tool in request.tools] == [schema, {"a": 1}]
     assert (request.wanted.stop, request.wanted.max_tokens, request.wanted.n) == (("END",), 9, 2)
-    assert (request.model, request.stream, request.events, request.calls) == ("m", True, True, True)
+    assert (request.model, request.stream, request.events, request.wanted.calls) == ("m", True, True, True)
     assert request.asked["generation_config"]["topK"] == 40
 
 

@@ -54,14 +54,14 @@ async def test_a_stop_string_ends_the_text_and_its_tokens_stay(house):
     assert [node.parent for node in await house.nodes()] == [0, 1]
 
 
-async def test_text_that_holds_a_stop_string_by_chance_is_delivered_whole(house):
-    """The engine ended it by length, or by the policy's own stop: nothing was cut."""
+async def test_a_stop_string_that_the_engine_has_missed_ends_the_text(house):
+    """It broke off in the middle of it, say, and went on without knowing how it had begun."""
     house.engine.script = lambda prompt, call: [answer("a STOP b"), Scripted(ids("a STOP b"), finish="length")][
         call - 1
     ]
     (attempt,) = await house.attempts()
     for _ in range(2):
-        assert told(await say(house, attempt.key, [USER], stop="STOP"))["content"] == "a STOP b"
+        assert told(await say(house, attempt.key, [USER], stop="STOP"))["content"] == "a "
 
 
 async def test_half_a_character_is_not_delivered_and_its_token_is_trained(house):

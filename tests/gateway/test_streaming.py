@@ -1,6 +1,7 @@
 """Answers that are sent while they are sampled: what arrives, when, and what becomes of streams that break."""
 
 import asyncio
+import json
 import time
 
 import openai
@@ -305,6 +306,20 @@ async def test_a_stream_whose_engine_begins_again_otherwise_has_no_end_and_the_r
     assert (await gathered(await streamed(house, attempt.key)))[0] == ["2 two"]
     (node,) = await house.nodes()
     assert (node.message["content"], node.delivered) == ("2 two", True)
+
+
+async def test_a_stream_that_breaks_ends_by_a_reset(house):
+    """So that nobody takes it for whole: HTTP/1.0 and careless clients know no other sign."""
+    house.engine.script = lambda prompt, call: Scripted(answer(f"{call} two"), pace_s=0.05, hang_up=call == 1)
+    (attempt,) = await house.attempts()
+    body = json.dumps({"messages": [USER], "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {attempt.key}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(house.url.rpartition(":")[2]))
+    writer.write(head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body)
+    with pytest.raises(ConnectionResetError):
+        while await asyncio.wait_for(reader.read(1000), 20):
+            pass
+    writer.close()
 
 
 async def test_an_answer_that_is_broken_off_goes_on_in_the_same_stream(house):

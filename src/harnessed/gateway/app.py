@@ -5,6 +5,7 @@ import contextlib
 import gc
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,10 +15,12 @@ from pathlib import Path
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from harnessed.config import Gateway
 from harnessed.gateway import lifecycle, recording
 from harnessed.gateway.api import CANCEL_LIMIT_S, Api
+from harnessed.gateway.delivery import RESET
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import Keyring
@@ -51,6 +54,20 @@ def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
     uvloop.run(run())
 
 
+class Connection(HttpToolsProtocol):
+    """Can be reset by the application, by an extension of the scope."""
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()  # the application begins after this
+        self.scope["extensions"] = {RESET: {"do": self.reset}}
+
+    def reset(self) -> None:
+        """Nothing more is sent, and whoever reads is told that the connection broke."""
+        at_once = struct.pack("ii", 1, 0)
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        self.transport.abort()
+
+
 class Server(uvicorn.Server):
     """Lets long-polls answer before it waits for connections to end."""
 
@@ -58,7 +75,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 application,
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 access_log=False,

@@ -16,6 +16,8 @@ from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.wire.turn import Choice, Reply, Turn, Wire, WireError
 from harnessed.records import Node
 
+RESET = "harnessed.reset"
+"""The extension by which a connection is reset."""
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 _ONE_VALUE = [(b"content-type", b"application/json"), (b"cache-control", b"no-cache")]
 
@@ -58,8 +60,8 @@ async def _stream(
 ) -> bool:
     """Send the answer as it is made, its end once it is recorded; False if the client left before.
 
-    Raises WireError before the first byte. After it there is no status to tell of a failure, and the stream stays
-    without its end: the server closes a connection whose response is not complete.
+    Raises WireError before the first byte. After it there is no status to tell of a failure: the caller then resets the
+    connection, so that no client takes the end of what it got for the end of the answer.
     """
     stream = wire.Stream(turn, pending.id, time.time())
     texts = [Unfolding(session.template, turn) for _ in range(turn.wanted.n)]

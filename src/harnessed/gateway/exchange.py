@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from harnessed.config import ConfigError
-from harnessed.gateway.delivery import deliver, leaving, send_json
+from harnessed.gateway.delivery import RESET, deliver, leaving, send_json
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
@@ -73,6 +73,8 @@ class Exchange:
                 pending = session.retried(turn, place, _retry_count(scope))
                 pending = pending or self._begin(session, turn, place, segment, chat_length)
                 arrived = await deliver(send, gone, wire, session, pending, turn)
+                if not (arrived or gone.done()):
+                    scope["extensions"][RESET]["do"]()
         except WireError as error:
             await send_json(send, error.status, wire.render_error(error))
             return

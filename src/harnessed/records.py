@@ -172,7 +172,7 @@ class Limits(Record):
     """Most tokens of prompt and answer together."""
     tokens: int | None = Field(None, ge=1)
     """Most tokens sampled for all answers together; none: as many as calls and context allow."""
-    at_once: int = Field(64, ge=1)
+    at_once: int = Field(128, ge=1)
     """Most answers that are sampled at the same time. A call beyond it is refused with status 429."""
 
 

@@ -60,6 +60,7 @@ class Engines:
         self._trouble: dict[str, str] = {}
         """Engine -> why it is out of reach, while it is."""
         self._running: set[str] = set()
+        """Generations that somebody was asked for."""
         self._unwanted: set[str] = set()
         """Generations that were interrupted and have not ended yet."""
         self._limit_s = limit_s
@@ -137,7 +138,8 @@ class Engines:
     async def _interrupt(self, engine: EngineSpec, id: str) -> bool:
         """Whether the engine knew of it."""
         try:
-            async with self._session.post(f"{engine.url}/interrupt", json={"id": id}) as response:
+            limit = aiohttp.ClientTimeout(total=HEALTH_LIMIT_S)
+            async with self._session.post(f"{engine.url}/interrupt", json={"id": id}, timeout=limit) as response:
                 return response.status != 200 or bool((await response.json())["found"])
         except (aiohttp.ClientError, TimeoutError):
             return False  # then nothing is generated there

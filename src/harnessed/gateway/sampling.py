@@ -226,6 +226,8 @@ def _apart(session: Session, turn: Turn) -> str:
     """The fate of an answer that is not trained for what the request is."""
     if turn.wanted.grammar:
         return Fate.CONSTRAINED
+    if not session.side_calls:
+        return ""
     system = "\n".join(_text(message) for message in turn.messages if message["role"] in ("system", "developer"))
     for kind in session.side_calls:
         tools = kind.tools is None or kind.tools == bool(turn.tools)

@@ -89,6 +89,9 @@ class Stream:
     def begin(self, n: int) -> bytes:
         return _event("message_start", message=self._start)
 
+    def ping(self) -> bytes:
+        return _event("ping")
+
     def more(self, index: int, piece: Piece) -> bytes:
         thinking = self._tell("thinking", piece.reasoning) if piece.reasoning else b""
         return thinking + (self._tell("text", piece.text) if piece.text else b"")

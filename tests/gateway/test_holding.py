@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import anthropic
 import httpx
-import litellm
 import openai
 import pytest
 from google import genai
@@ -58,6 +57,8 @@ class Desk:
         return genai.Client(api_key=self.key, http_options=options).aio
 
     def litellm(self, **options):
+        import litellm
+
         path = "" if options["model"].startswith("anthropic") else "/v1"
         options = {"messages": self.said, "api_base": self.url + path, "api_key": self.key} | options
         return litellm.acompletion(**options, **PATIENT)
@@ -248,6 +249,12 @@ async def play(house, part, *answers: Scripted) -> None:
             end.add_note(stage.word)
     if failed := [end for end in ends if end is not None]:
         raise ExceptionGroup("some clients", failed)
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch):
+    """litellm fetches nothing when it is imported."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 
 @pytest.fixture

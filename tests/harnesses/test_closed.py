@@ -26,6 +26,7 @@ from harnessed.client import (
     create_groups,
     create_run,
     end_attempt,
+    get_held_seconds,
     get_totals,
     get_transcripts,
     get_turnstile,
@@ -36,7 +37,7 @@ from harnessed.client import (
 )
 from harnessed.config import Gateway
 from harnessed.controller.local import LocalRunner
-from harnessed.records import Assignment, EngineSpec, Fate, GroupSpec, Limits, Outcome, RunSpec
+from harnessed.records import Assignment, CloseMode, EngineSpec, Fate, GroupSpec, Limits, Outcome, RunSpec
 from harnessed.training.samples import build
 
 NAMES = ("mini-swe-agent", "claude-code", "codex", "openai, chat", "openai, chat streamed", "anthropic")
@@ -46,6 +47,8 @@ OWNER = "trainer"
 START_LIMIT_S = 150
 """For all of them to come to the middle of their second answers."""
 SHORT_S, LONG_S = 120, 330
+TIME_LIMIT_S = 120
+"""Of an attempt, without the time for which it is held."""
 
 
 @dataclass
@@ -124,8 +127,9 @@ class Stage:
             folder = self.folder / name.replace(", ", "-").replace(" ", "-")
             folder.mkdir()
             config = configuration(CLIENTS[name], house, folder)
-            config.controller.time_limit_s = 1000
-            self.runners[name] = LocalRunner(config, house.url, folder / "attempts", asyncio.Event())
+            limited = config.controller.model_copy(update={"time_limit_s": TIME_LIMIT_S})
+            config = config.model_copy(update={"controller": limited})
+            self.runners[name] = LocalRunner(config, house.url, folder / "attempts", asyncio.Event(), self.held)
             await self.runners[name].open()
             for attempt in self.attempts:
                 if attempt.name == name:
@@ -133,6 +137,9 @@ class Stage:
                     group = GroupSpec(id=attempt.word, run=attempt.run, task=task, n=1, sampling=config.sampling)
                     await house.admin(create_groups([group]))
                     (attempt.assignment,) = await house.admin(claim(attempt.run, "controller", 1, 3))
+
+    async def held(self, assignment: Assignment) -> float:
+        return await self.house.admin(get_held_seconds(assignment.rollout, assignment.attempt))
 
     def listen(self) -> None:
         """Note the status of every answer that the gateway gives."""
@@ -200,11 +207,11 @@ async def test_harnesses_work_on_through_a_closed_turnstile(house, tmp_path, clo
         async with asyncio.timeout(START_LIMIT_S):
             while not all(stage.stalled[mode] == len(stage.early(mode)) for mode in MODES):
                 await asyncio.sleep(0.1)
-        for mode in MODES:
-            await house.admin(close_turnstile(mode, OWNER, mode, 60, START_LIMIT_S))
         closing = time.monotonic()
-        await asyncio.sleep(1)
-        assert (await house.admin(get_turnstile("finish"))).state == "closing"
+        for mode, state in zip(MODES, ("closing", "closed"), strict=True):
+            drain_s = 0 if state == "closing" else 30
+            turnstile = await house.admin(close_turnstile(mode, OWNER, CloseMode(mode), 60, drain_s))
+            assert turnstile.state == state
         stage.go = True
         await stage.start(early=False)
         closed = {mode: await shut(house, mode) for mode in MODES}

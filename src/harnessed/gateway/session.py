@@ -37,8 +37,13 @@ class Pending:
     """Its engine was told that nobody waits: what it has sampled is kept for the next who asks."""
 
     @property
+    def failed(self) -> bool:
+        """There will be no answers."""
+        return self.answers.done() and (self.answers.cancelled() or self.answers.exception() is not None)
+
+    @property
     def delivered(self) -> bool:
-        return self.answers.done() and all(node.delivered for node in self.answers.result())
+        return self.answers.done() and not self.failed and all(node.delivered for node in self.answers.result())
 
 
 @dataclass(slots=True)
@@ -90,8 +95,8 @@ class Session:
         """Somebody will get this call's answers. A call that fails is not waited for any more: the same request again
         is a new call."""
 
-        def drop_failed(answers: asyncio.Future[list[Node]]) -> None:
-            if answers.cancelled() or answers.exception() is not None:
+        def drop_failed(_: asyncio.Future[list[Node]]) -> None:
+            if pending.failed:
                 self.drop(pending)
 
         self.pending.setdefault(pending.prompt, []).append(pending)
@@ -125,6 +130,7 @@ class Session:
         as can be seen from here, is only taken by a request that says that it is a retry.
         """
         same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
+        same = [pending for pending in same if not pending.failed]  # just now, and not dropped yet
         left = [pending for pending in same if not pending.waiting]
         for pending in left or (same if retry_count > 0 else []):
             pending.waiting += 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harnessed.client import ApiError, AsyncClient, Unreachable, claim, end_attempt, renew
+from harnessed.client import ApiError, AsyncClient, Unreachable, claim, end_attempt, get_held_seconds, renew
 from harnessed.config import Config
 from harnessed.controller.local import LocalRunner
 from harnessed.controller.runner import Ended, Runner
@@ -31,6 +31,8 @@ T = TypeVar("T")
 RENEW_S = 5.0
 """The gateway's lease is 30 s."""
 CLAIM_WAIT_S = 20.0
+_HELD_LIMIT_S = 60.0
+"""How long the gateway is asked whether an attempt that has reached its time limit was held."""
 _FAREWELL_S = 3.0
 """How long a controller that was told to end tries to report what it stopped."""
 
@@ -93,7 +95,7 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    runner = LocalRunner(config, client.url, folder, wake)
+    runner = LocalRunner(config, client.url, folder, wake, lambda assignment: _held_seconds(client, assignment))
     opening = asyncio.create_task(runner.open())
     ending = asyncio.create_task(stopping.wait())
     try:
@@ -108,6 +110,16 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
         await runner.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def _held_seconds(client: AsyncClient, assignment: Assignment) -> float:
+    """A gateway that does not answer for so long does not prolong an attempt."""
+    try:
+        async with asyncio.timeout(_HELD_LIMIT_S):
+            return await client(get_held_seconds(assignment.rollout, assignment.attempt))
+    except (TimeoutError, ApiError) as error:
+        log.warning("attempt %d of rollout %s is not prolonged: %s", assignment.attempt, assignment.rollout, error)
+        return 0.0
 
 
 class Reconciler:

@@ -122,7 +122,9 @@ class Run:
             history=policy.history,
             side_calls=config.harness.side_calls,
         )
-        self.gateway(create_run(run))
+        # The own one is still starting; a wrong URL of another one is told at once.
+        first = self.gateway if config.gateway.url is None else Client(self.gateway_url, admin_key())
+        first(create_run(run))
         examination = self.gateway(examine_template(self.id))
         template = ChatTemplate(policy.model)
         if template.writes_calls and not template.format.calls:

@@ -32,6 +32,7 @@ from harnessed.records import (
     Reward,
     Rollout,
     RunSpec,
+    Status,
     Totals,
     Transcript,
 )
@@ -258,6 +259,16 @@ def list_changes(run: str, after: int, wait_s: float = 0) -> Call[list[Change]]:
 
 def get_totals(run: str) -> Call[Totals]:
     return Call("GET", f"/api/runs/{run}/totals", _json(Totals))
+
+
+def get_status() -> Call[Status]:
+    """Who waits for whom, and since when."""
+    return Call("GET", "/api/status", _json(Status))
+
+
+def check_ready() -> Call[None]:
+    """Needs no key. An ApiError of status 503 says why the gateway cannot serve what there is to do."""
+    return Call("GET", "/readyz", _nothing)
 
 
 # The engine's own routes (no key: an engine listens where only gateway and trainer reach it).

@@ -29,6 +29,11 @@ from harnessed.training.watch import Watch
 
 ADMIN_KEY_VARIABLE = "HARNESSED_ADMIN_KEY"
 """Holds the admin key of a gateway that the run did not start itself."""
+ADMIN_KEY_FILE = "admin.key"
+"""In the folder of a gateway, as the next two."""
+METRICS_KEY_FILE = "metrics.key"
+"""For a scraper of `GET /metrics`."""
+URL_FILE = "gateway.url"
 
 
 def admin_key() -> str:

@@ -24,6 +24,7 @@ from harnessed.gateway.examine import examine
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
 from harnessed.gateway.lifecycle import Refused
+from harnessed.gateway.status import Board
 from harnessed.gateway.store import Store
 from harnessed.records import (
     Assignment,
@@ -65,11 +66,12 @@ class _AttemptEnding(Ending):
 class Api:
     """The control routes of one gateway."""
 
-    def __init__(self, store: Store, engines: Engines, exchange: Exchange, keyring: Keyring) -> None:
+    def __init__(self, store: Store, engines: Engines, exchange: Exchange, keyring: Keyring, board: Board) -> None:
         self._store = store
         self._engines = engines
         self._exchange = exchange
         self._keyring = keyring
+        self._board = board
         self._stopping = False
 
     def stop(self) -> None:
@@ -100,6 +102,7 @@ class Api:
             Route("/api/attempts/renew", self._admin(self.renew), methods=["POST"]),
             Route("/api/events", self._guarded(self.append_event), methods=["POST"]),
             Route("/api/changes", self._admin(self.changes)),
+            Route("/api/status", self._admin(self.status)),
         ]
 
     async def create_run(self, request: Request) -> Response:
@@ -252,6 +255,9 @@ class Api:
             found = await self._store.read(lambda connection: lifecycle.list_changes(connection, run, after))
             if found or self._stopping or not await _set_before(changed, deadline):
                 return _answer(found)
+
+    async def status(self, _: Request) -> Response:
+        return _answer(await self._board.status())
 
     def _assignment(self, rollout: Rollout, task: dict[str, Any]) -> Assignment:
         return Assignment(

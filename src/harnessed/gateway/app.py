@@ -23,9 +23,14 @@ from harnessed.gateway.api import CANCEL_LIMIT_S, Api
 from harnessed.gateway.delivery import RESET
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
+from harnessed.gateway.instruments import Instruments, Readings
 from harnessed.gateway.keys import Keyring
+from harnessed.gateway.probes import probe_routes
+from harnessed.gateway.progress import Calls
 from harnessed.gateway.routes import model_routes
+from harnessed.gateway.status import Board
 from harnessed.gateway.store import Store
+from harnessed.gateway.surroundings import Surroundings
 
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
@@ -79,6 +84,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 access_log=False,
+                log_config=None,
                 log_level="warning",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
@@ -103,19 +109,26 @@ class Server(uvicorn.Server):
 async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
     """The application, with its store and engines open."""
     keyring = Keyring.from_file(folder / SECRET)
-    store = Store(folder / DATABASE, power_safe=settings.power_safe)
+    instruments = Instruments()
+    calls = Calls(instruments.ended)
+    store = Store(folder / DATABASE, instruments.committed, power_safe=settings.power_safe)
     engines = Engines(settings.generation_limit_s)
     await store.write(recording.mark_lost)
     for engine in await store.read(lifecycle.list_engines):
         engines.register(engine)
     exchange = Exchange(store, engines, keyring, settings.body_mb << 20)
-    api = Api(store, engines, exchange, keyring)
+    surroundings = Surroundings(store, engines)
+    board = Board(calls, store, engines, surroundings)
+    readings = Readings(calls, exchange, store, engines, surroundings)
+    instruments.registry.register(readings)
+    api = Api(store, engines, exchange, keyring, board)
     expiry = asyncio.create_task(_expire(store, exchange))
     try:
         application = Starlette(
             routes=[
-                *model_routes(exchange),
+                *model_routes(exchange, calls),
                 *api.routes(),
+                *probe_routes(board, instruments, readings, keyring),
             ]
         )
         application.state.stop = api.stop

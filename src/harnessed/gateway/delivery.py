@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from harnessed.gateway.preview import Broken, Unfolding
+from harnessed.gateway.progress import current
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.wire.turn import Choice, Reply, Turn, Wire, WireError
@@ -82,6 +83,7 @@ async def _stream(
             changes = [preview.changed for preview in pending.previews]
             new = [text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)]
             if any(new):
+                current().shows()
                 await tell(lambda: b"".join(map(stream.more, count(), new)))  # noqa: B023  # called at once
             await _first(pending.answers, gone, changes)
             if gone.done():
@@ -94,6 +96,7 @@ async def _stream(
         raise
     if gone.done():
         return False
+    current().shows()
     await tell(lambda: stream.end(reply, rests), more=False)
     return True
 

@@ -20,6 +20,7 @@ from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Int
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import STORE, waits_for
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Pending, Session, attempt_ended
@@ -155,6 +156,7 @@ class Sampler:
         self, session: Session, turn: Turn, place: Place, nodes: list[Node], continued: list[int]
     ) -> None:
         faults = dict(session.faults)
+        waits_for(STORE)
         try:
             await self._store.write(
                 lambda connection: record_answers(connection, session.attempt, nodes, continued, faults, time.time())

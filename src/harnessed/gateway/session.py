@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import Stage, stage
 from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_attempt, load_nodes, load_wanted
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
@@ -33,6 +34,8 @@ class Pending:
     """Clients that wait for it and have not been seen to leave."""
     interrupted: bool = False
     """Its engine was told that nobody waits: what it has sampled is kept for the next who asks."""
+    stage: Stage = field(default_factory=stage)
+    """What it waits for."""
 
     @property
     def delivered(self) -> bool:

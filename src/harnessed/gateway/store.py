@@ -11,6 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -181,7 +182,15 @@ Work = Callable[[Connection], T]
 class Store:
     """The database of one gateway. `write` and `read` are for its event loop; close it before the loop ends."""
 
-    def __init__(self, path: Path, *, power_safe: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        committed: Callable[[int, float], None] = lambda writes, seconds: None,
+        *,
+        power_safe: bool = False,
+    ) -> None:
+        """`committed` is told the writes and seconds of each group commit, in the writer's thread."""
+        self._committed = committed
         self._engine = _sqlite(path, power_safe)
         schema.create_all(self._engine)
         self._queue: queue.SimpleQueue[tuple[Work[Any], asyncio.Future[Any] | None] | None] = queue.SimpleQueue()
@@ -220,6 +229,11 @@ class Store:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @property
+    def waiting(self) -> int:
+        """Writes before the writer."""
+        return self._queue.qsize()
+
     async def close(self) -> None:
         """Commit what is queued and close the database."""
         self._queue.put(None)
@@ -233,7 +247,9 @@ class Store:
             while not self._queue.empty():
                 batch.append(self._queue.get())
             closing = None in batch
+            started = time.perf_counter()
             self._commit([item for item in batch if item is not None])
+            self._committed(len(batch), time.perf_counter() - started)
 
     def _commit(self, batch: list[tuple[Work[Any], asyncio.Future[Any] | None]]) -> None:
         done: list[tuple[asyncio.Future[Any] | None, Any, BaseException | None]] = []

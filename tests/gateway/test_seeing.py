@@ -246,6 +246,8 @@ async def test_a_gateway_whose_store_is_out_of_reach_lives_and_is_not_ready(hous
     unready = await house.http.get(f"{house.url}/readyz")
     assert unready.status_code == 503 and "the store did not answer" in unready.json()["error"]["message"]
     assert count(await scrape(house), "harnessed_store_up") == 0
+    status = await house.admin(get_status())
+    assert (status.runs, status.controllers) == ([], []) and len(status.engines) == 1
 
 
 def test_a_run_is_served_if_one_of_its_engines_is_healthy():

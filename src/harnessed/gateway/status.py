@@ -12,9 +12,10 @@ from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from harnessed.gateway.engines import Engines
+from harnessed.gateway.lifecycle import count_rollouts
 from harnessed.gateway.progress import Calls, Progress
-from harnessed.gateway.store import Store, attempts, rollouts, runs
-from harnessed.gateway.surroundings import STORE_LIMIT_S, Surroundings
+from harnessed.gateway.store import Store, attempts
+from harnessed.gateway.surroundings import STORE_LIMIT_S, Fresh, Surroundings
 from harnessed.records import ControllerStatus, Engine, GatewayStatus, RunStatus, State, Status, WaitingCall
 
 MOST_WAITING = 1000
@@ -26,23 +27,32 @@ class Board:
 
     def __init__(self, calls: Calls, store: Store, engines: Engines, surroundings: Surroundings) -> None:
         self._calls = calls
-        self._store = store
         self._engines = engines
         self._surroundings = surroundings
+        self._stored = Fresh(
+            lambda: store.read(lambda connection: (count_rollouts(connection), _controllers(connection))), STORE_LIMIT_S
+        )
         self._gateway = GatewayStatus(id=f"{socket.gethostname()}-{os.getpid()}", since=time.time())
 
     async def status(self) -> Status:
-        """As it is now. Engines are asked; one that says nothing takes a few seconds."""
-        counts, controllers = await self._store.read(lambda connection: (_count(connection), _controllers(connection)))
+        """Calls as they are now; what store and engines say may be a few seconds old. While the store is out of reach,
+        nothing of what it says."""
+        try:
+            counts, controllers = await self._stored()
+        except (SQLAlchemyError, TimeoutError):
+            counts, controllers = {}, []
         calls = list(self._calls)
         return Status(
             gateways=[self._gateway],
             turnstiles=[],
             runs=[_run(run, states, calls) for run, states in counts.items()],
             waiting=_waiting(calls),
-            engines=await self._engines.list(),
+            engines=[self._counted(engine) for engine in await self._surroundings.engines()],
             controllers=controllers,
         )
+
+    def _counted(self, engine: Engine) -> Engine:
+        return engine.model_copy(update={"in_flight": self._engines.in_flight[engine.id]})
 
     async def trouble(self) -> str:
         """Why the gateway cannot serve what there is to do; empty: it can."""
@@ -64,17 +74,6 @@ def unserved(runs: set[str], engines: list[Engine]) -> str:
         if not any(engine.healthy for engine in serving):
             return f"run {run} has no healthy engine: {serving[0].id} says {serving[0].reason or 'nothing'}"
     return ""
-
-
-def _count(connection: Connection) -> dict[str, Counter[str]]:
-    """Run -> rollouts by state, in the order of the runs' creation."""
-    found: dict[str, Counter[str]] = {
-        run: Counter() for run in connection.execute(select(runs.c.id).order_by(runs.c.created)).scalars()
-    }
-    query = select(rollouts.c.run, rollouts.c.state, func.count()).group_by(rollouts.c.run, rollouts.c.state)
-    for run, state, count in connection.execute(query):
-        found.setdefault(run, Counter())[state] = count
-    return found
 
 
 def _controllers(connection: Connection) -> list[ControllerStatus]:

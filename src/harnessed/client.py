@@ -175,10 +175,12 @@ def create_groups(groups: list[GroupSpec]) -> Call[list[Group]]:
 
 
 def list_groups(run: str) -> Call[list[Group]]:
+    """All groups of a run, in the order of their creation."""
     return Call("GET", "/api/groups", _json(list[Group]), query={"run": run})
 
 
 def get_group(group: str) -> Call[Group]:
+    """A group, and whether it is complete."""
     return Call("GET", f"/api/groups/{group}", _json(Group))
 
 
@@ -202,14 +204,17 @@ def get_transcripts(group: str) -> Call[list[Transcript]]:
 
 
 def list_rollouts(run: str) -> Call[list[Rollout]]:
+    """All rollouts of a run, in the order of their creation."""
     return Call("GET", "/api/rollouts", _json(list[Rollout]), query={"run": run})
 
 
 def get_rollout(rollout: str) -> Call[Rollout]:
+    """A rollout with its state, outcome and reward."""
     return Call("GET", f"/api/rollouts/{rollout}", _json(Rollout))
 
 
 def cancel_rollout(rollout: str) -> Call[Rollout]:
+    """End it with the outcome `cancelled`, unless it has ended."""
     return Call("POST", f"/api/rollouts/{rollout}/cancel", _json(Rollout))
 
 
@@ -248,6 +253,7 @@ def append_event(event: Event) -> Call[None]:
 
 
 def list_events(rollout: str) -> Call[list[Event]]:
+    """The events of all attempts of a rollout, in the order in which they came."""
     return Call("GET", f"/api/rollouts/{rollout}/events", _json(list[Event]))
 
 
@@ -258,6 +264,7 @@ def list_changes(run: str, after: int, wait_s: float = 0) -> Call[list[Change]]:
 
 
 def get_totals(run: str) -> Call[Totals]:
+    """What the stored records of a run hold, counted now."""
     return Call("GET", f"/api/runs/{run}/totals", _json(Totals))
 
 

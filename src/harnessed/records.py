@@ -142,7 +142,7 @@ class State(StrEnum):
 class Record(BaseModel):
     """Base of the control records: a misspelt field is an error, not silence."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Sampling(Record):

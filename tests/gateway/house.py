@@ -44,6 +44,7 @@ class House:
         application = await self._stack.enter_async_context(gateway(self.folder, self.settings))
         self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
+        self.operations = application.state.operations
         server = Server(application)
         serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))
 

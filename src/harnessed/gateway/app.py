@@ -133,6 +133,7 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
         )
         application.state.stop = api.stop
         application.state.exchange, application.state.store = exchange, store
+        application.state.operations = api.operations()
         yield application
     finally:
         expiry.cancel()

@@ -40,6 +40,7 @@ def test_the_page_works_as_written(tmp_path):
     assert example.returncode == 0, example.stdout + example.stderr
     lines = example.stdout.splitlines()
     assert lines[0] == "engine: True" and lines[1:5] == ["ok"] * 4
+    assert lines[5:7] == ["turnstile: closed with 0 in flight", "turnstile: open"]
     assert sum(" after #" in line for line in lines) == len(engine.log) == 8
     assert sum(line.endswith("complete: True") for line in lines) == 2
     assert f"calls: 8 sampled tokens: {engine.sampled_tokens} lost: 0" in lines

@@ -8,8 +8,8 @@ import httpx
 from command import HARNESSED, environment, harnessed, make_config, wait_for
 from scripted_engine import ScriptedEngine
 
-from harnessed.client import Client, claim, create_groups, create_run, register_engine
-from harnessed.records import EngineSpec, GroupSpec, RunSpec
+from harnessed.client import Client, claim, close_turnstile, create_groups, create_run, register_engine
+from harnessed.records import CloseMode, EngineSpec, GroupSpec, RunSpec
 
 
 @contextmanager
@@ -41,12 +41,14 @@ def test_status_tells_who_waits_and_whether_the_gateway_is_ready(tmp_path):
                 gateway(register_engine(EngineSpec(id="e-1", url=engine.url, run="r-1")))
                 gateway(create_groups([GroupSpec(id="g", run="r-1", task={}, n=3)]))
                 gateway(claim("r-1", "controller-1", 1, 1))
+            gateway(close_turnstile("r-1", "trainer-1", CloseMode.FINISH, lease_s=0.001))
         wait_for(lambda: harnessed("status", folder).returncode == 1, "the gateway to ask its engine again")
         away = harnessed("status", folder)
         assert away.stdout.startswith("not ready: run r-1 has no healthy engine: e-1 says")
         lines = [line.split() for line in away.stdout.splitlines()]
         assert ["r-1", "2", "1", "0", "0", "0"] in lines
         assert any(line[:4] == ["controller-1", "1", *line[2:3], "s"] for line in lines)
+        assert any(line[:3] == ["r-1", "closed", "trainer-1"] and "over" in line for line in lines)
         key = (folder / "admin.key").read_text()
         by_url = harnessed("status", "--url", url, env=environment(HARNESSED_ADMIN_KEY=key))
         assert by_url.returncode == 1 and "controller-1" in by_url.stdout

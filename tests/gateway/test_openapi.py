@@ -19,6 +19,7 @@ SAMPLES: dict[Any, Any] = {
     str: "x",
     int: 1,
     float: 1.0,
+    records.CloseMode: records.CloseMode.FINISH,
     records.RunSpec: records.RunSpec(id="x", policy="p"),
     records.EngineSpec: records.EngineSpec(id="x", url="http://x", run="x"),
     list[GroupSpec]: [GroupSpec(id="x", run="x", task={}, n=1)],

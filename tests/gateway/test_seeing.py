@@ -20,15 +20,18 @@ from harnessed.client import (
     ApiError,
     AsyncClient,
     check_ready,
+    close_turnstile,
     create_groups,
     end_attempt,
     get_status,
     get_totals,
+    get_turnstile,
+    open_turnstile,
     renew,
 )
 from harnessed.gateway.keys import METRICS, Key, Keyring, Scope
 from harnessed.gateway.status import unserved
-from harnessed.records import Ending, Engine, GroupSpec, Outcome
+from harnessed.records import CloseMode, Ending, Engine, GroupSpec, Outcome, TurnstileState
 
 CALLS = "harnessed_calls_total"
 
@@ -198,6 +201,49 @@ async def test_a_call_that_repeats_another_waits_for_what_that_one_waits_for(hou
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_held_calls_name_who_has_closed_the_turnstile(house):
+    (attempt,) = await house.attempts()
+    await house.admin(close_turnstile("r", "trainer-1", CloseMode.FINISH, lease_s=100))
+    call = asyncio.create_task(say(house, attempt.key, [USER]))
+
+    async def held():
+        return [each.what for each in (await house.admin(get_status())).waiting] == [
+            "the turnstile, closed by trainer-1"
+        ]
+
+    await until(held, "the call to be held")
+    status = await house.admin(get_status())
+    assert status.turnstiles == [await house.admin(get_turnstile("r"))]
+    (turnstile,) = status.turnstiles
+    assert (turnstile.run, turnstile.owner, turnstile.state) == ("r", "trainer-1", TurnstileState.CLOSED)
+    assert (status.runs[0].held, status.runs[0].in_flight) == (1, 0)
+    page = await scrape(house)
+    assert count(page, "harnessed_calls_held") == 1 and count(page, "harnessed_held_seconds_total") == 0
+    await house.admin(open_turnstile("r", "trainer-1"))
+    await call
+    status = await house.admin(get_status())
+    assert (status.turnstiles, status.waiting, status.runs[0].held) == ([], [], 0)
+    page = await scrape(house)
+    assert count(page, "harnessed_calls_held") == 0 and 0 < count(page, "harnessed_held_seconds_total") < 60
+    assert count(page, CALLS, outcome="ok") == 1
+
+
+async def test_a_turnstile_that_drains_says_what_still_runs(house):
+    house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=30)
+    (attempt,) = await house.attempts()
+    call = asyncio.create_task(say(house, attempt.key, [USER]))
+
+    async def asked():
+        return bool(house.engine.log)
+
+    await until(asked, "the engine to be asked")
+    await house.admin(close_turnstile("r", "trainer-1", CloseMode.FINISH, lease_s=100, drain_s=0))
+    (turnstile,) = (await house.admin(get_status())).turnstiles
+    assert (turnstile.state, turnstile.in_flight) == (TurnstileState.CLOSING, 1)
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
 
 
 async def test_a_status_crosses_http_as_the_contract_says(house):

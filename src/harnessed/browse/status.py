@@ -83,6 +83,14 @@ def page(status: Status, trouble: str, now: float) -> RenderableType:
     for title, columns, rows in (
         ("gateways", ("id", "for"), [(each.id, _ago(each.since, now)) for each in status.gateways]),
         (
+            "turnstiles",
+            ("run", "state", "closed by", "for", "lease", "still running"),
+            [
+                (t.run, t.state, t.owner, _ago(t.since or now, now), _lease(t.lease_until or now, now), t.in_flight)
+                for t in status.turnstiles
+            ],
+        ),
+        (
             "runs",
             ("run", "queued", "running", "finished", "calls in flight", "held"),
             [(r.run, r.queued, r.running, r.finished, r.in_flight, r.held) for r in status.runs],

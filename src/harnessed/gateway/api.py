@@ -5,7 +5,9 @@ records of `records.py` as JSON; transcripts are msgpack, so that arrays stay by
 """
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgpack
@@ -14,19 +16,20 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.routing import Route
 
-from harnessed.gateway import lifecycle, recording
+from harnessed.gateway import closings, lifecycle, recording
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
-from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.openapi import description_routes
 from harnessed.gateway.operations import Operation, Packed, query
+from harnessed.gateway.peers import Peers
 from harnessed.gateway.status import Board
-from harnessed.gateway.store import Store
+from harnessed.gateway.store import Refused, Store
 from harnessed.records import (
     Assignment,
     Change,
+    Closing,
     Ending,
     Engine,
     EngineSpec,
@@ -40,6 +43,7 @@ from harnessed.records import (
     RunSpec,
     Status,
     Totals,
+    Turnstile,
 )
 
 LONGEST_WAIT_S = 60.0
@@ -69,8 +73,11 @@ class AttemptEnding(Ending):
 class Api:
     """The control routes of one gateway."""
 
-    def __init__(self, store: Store, engines: Engines, exchange: Exchange, keyring: Keyring, board: Board) -> None:
+    def __init__(
+        self, store: Store, engines: Engines, exchange: Exchange, peers: Peers, keyring: Keyring, board: Board
+    ) -> None:
         self._store = store
+        self._peers = peers
         self._engines = engines
         self._exchange = exchange
         self._keyring = keyring
@@ -92,6 +99,10 @@ class Api:
             Operation("GET", "/api/runs/{run}/template", self.examine_template),
             Operation("GET", "/api/runs/{run}/totals", self.get_totals),
             Operation("POST", "/api/runs/{run}/cancel", self.cancel_run),
+            Operation("GET", "/api/runs/{run}/turnstile", self.get_turnstile),
+            Operation("POST", "/api/runs/{run}/turnstile/close", self.close_turnstile),
+            Operation("POST", "/api/runs/{run}/turnstile/renew", self.renew_turnstile),
+            Operation("POST", "/api/runs/{run}/turnstile/open", self.open_turnstile),
             Operation("POST", "/api/engines", self.register_engine),
             Operation("GET", "/api/engines", self.list_engines),
             Operation("POST", "/api/groups", self.create_groups),
@@ -107,6 +118,7 @@ class Api:
                 "POST", "/api/rollouts/{rollout}/reward", self.post_reward, evaluator, most_bytes=MOST_EVENT_BYTES
             ),
             Operation("POST", "/api/rollouts/{rollout}/attempts/{n:int}/end", self.end_attempt),
+            Operation("GET", "/api/rollouts/{rollout}/attempts/{n:int}/held", self.get_held_seconds),
             Operation("POST", "/api/attempts/claim", self.claim),
             Operation("POST", "/api/attempts/renew", self.renew),
             Operation("POST", "/api/events", self.append_event, attempt, most_bytes=MOST_EVENT_BYTES),
@@ -133,6 +145,20 @@ class Api:
     async def get_totals(self, request: Request) -> Totals:
         run = request.path_params["run"]
         return await self._store.read(lambda connection: recording.totals(connection, run))
+
+    async def get_turnstile(self, request: Request) -> Turnstile:
+        return await self._peers.turnstile(request.path_params["run"])
+
+    async def close_turnstile(self, request: Request, body: Closing) -> Turnstile:
+        """Waits for what runs."""
+        return await self._peers.close(request.path_params["run"], body)
+
+    async def renew_turnstile(self, request: Request, body: Renewal) -> Turnstile:
+        run = request.path_params["run"]
+        return await self._store.write(lambda connection: closings.renew(connection, run, body.owner, time.time()))
+
+    async def open_turnstile(self, request: Request, body: Renewal) -> Turnstile:
+        return await self._peers.open(request.path_params["run"], body.owner)
 
     async def register_engine(self, request: Request, body: EngineSpec) -> Engine:
         await self._store.write(lambda connection: lifecycle.register_engine(connection, body))
@@ -171,8 +197,14 @@ class Api:
                 lifecycle.cancel_rollout(connection, rollout, time.time())
             recording.fail_open_calls(connection, rollouts, time.time())
 
-        async with self._exchange.closing(rollouts, CANCEL_LIMIT_S):
+        async with self._ending(rollouts, CANCEL_LIMIT_S):
             await self._store.write(cancel)
+
+    @contextlib.asynccontextmanager
+    async def _ending(self, rollouts: list[str], limit_s: float) -> AsyncIterator[None]:
+        """Around the end of attempts, at this gateway and at the others."""
+        async with self._exchange.closing(rollouts, limit_s), self._peers.ending(rollouts, limit_s):
+            yield
 
     async def get_transcripts(self, request: Request) -> Packed:
         group = request.path_params["group"]
@@ -215,7 +247,7 @@ class Api:
 
         if (await self._store.read(lambda connection: lifecycle.get_rollout(connection, rollout))).attempt != attempt:
             return await self._store.write(end)  # refuses, and leaves alone the attempt that lives
-        async with self._exchange.closing([rollout], SETTLE_LIMIT_S):
+        async with self._ending([rollout], SETTLE_LIMIT_S):
             return await self._store.write(end)
 
     async def claim(self, request: Request, body: Claim) -> list[Assignment]:
@@ -236,6 +268,12 @@ class Api:
 
     async def renew(self, request: Request, body: Renewal) -> list[str]:
         return await self._store.write(lambda connection: lifecycle.renew(connection, body.owner, time.time()))
+
+    async def get_held_seconds(self, request: Request) -> float:
+        rollout, attempt = request.path_params["rollout"], request.path_params["n"]
+        return await self._store.read(
+            lambda connection: lifecycle.held_seconds(connection, rollout, attempt, time.time())
+        )
 
     async def append_event(self, request: Request, key: Key, body: Event) -> None:
         if key != ADMIN and key != Key(Scope.ATTEMPT, body.rollout, body.attempt):

@@ -19,6 +19,7 @@ from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.progress import ENCODER, Calls, Outcome, Progress
 from harnessed.gateway.store import Store
 from harnessed.gateway.surroundings import Surroundings
+from harnessed.gateway.turnstile import Turnstiles
 from harnessed.records import Engine, State
 
 PROTOCOLS = ("chat", "completions", "messages", "responses", "gemini", "count_tokens")
@@ -61,9 +62,6 @@ class Instruments:
             (protocol, streamed): seconds.labels(protocol, _said(streamed)) for protocol, streamed in kinds
         }
         self._first = {protocol: first.labels(protocol) for protocol in PROTOCOLS}
-        self._held_seconds = prometheus.Counter(
-            "harnessed_held_seconds", "That calls have waited at a closed turnstile", registry=self.registry
-        )
         self._commit_seconds = prometheus.Histogram(
             "harnessed_commit_seconds", "Of one group commit", registry=self.registry, buckets=COMMIT_S
         )
@@ -79,8 +77,6 @@ class Instruments:
             self._seconds[progress.protocol, progress.streamed].observe(seconds)
         if progress.first_s is not None:
             self._first[progress.protocol].observe(progress.first_s)
-        if progress.held_s:
-            self._held_seconds.inc(progress.held_s)
 
     def committed(self, writes: int, seconds: float) -> None:
         """Called by the store's writer thread after each group commit."""
@@ -92,12 +88,19 @@ class Readings(Collector):
     """What is read when somebody scrapes; `look` comes first."""
 
     def __init__(
-        self, calls: Calls, exchange: Exchange, store: Store, engines: Engines, surroundings: Surroundings
+        self,
+        calls: Calls,
+        exchange: Exchange,
+        store: Store,
+        engines: Engines,
+        turnstiles: Turnstiles,
+        surroundings: Surroundings,
     ) -> None:
         self._calls = calls
         self._exchange = exchange
         self._store = store
         self._engines = engines
+        self._turnstiles = turnstiles
         self._surroundings = surroundings
         self._unfinished: dict[str, Counter[str]] | None = None
         """None: the store is out of reach."""
@@ -114,7 +117,7 @@ class Readings(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._of_calls()
         yield from self._of_engines()
-        up = self._unfinished is not None
+        up = self._unfinished is not None and not self._store.trouble
         yield GaugeMetricFamily("harnessed_store_up", "1: the store answers", up)
         yield GaugeMetricFamily("harnessed_writes_waiting", "Writes before the store's writer", self._store.waiting)
         rollouts = GaugeMetricFamily(
@@ -130,6 +133,11 @@ class Readings(Collector):
         held = sum(progress.held for progress in self._calls)
         yield GaugeMetricFamily("harnessed_calls_in_progress", "Calls that have arrived and not ended", waits.total())
         yield GaugeMetricFamily("harnessed_calls_held", "Calls that wait at a closed turnstile", held)
+        yield CounterMetricFamily(
+            "harnessed_held_seconds",
+            "That answers have waited at turnstiles which have opened since",
+            self._turnstiles.held_s,
+        )
         yield GaugeMetricFamily(
             "harnessed_encoding", "Large requests that are read and encoded, or wait for it", waits[ENCODER]
         )

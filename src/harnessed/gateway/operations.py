@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from harnessed.config import ConfigError
 from harnessed.gateway.keys import Keyring, Scope
-from harnessed.gateway.lifecycle import Refused
+from harnessed.gateway.store import Refused
 
 T = TypeVar("T")
 

@@ -71,8 +71,6 @@ class Progress:
     """Seconds since the epoch, while a piece of the answer is being handed over; else 0."""
     first_s: float | None = None
     """From its arrival to the first text of a streamed answer."""
-    held_s: float = 0.0
-    """That it has waited at turnstiles which opened."""
     whole: bool = False
     """The last byte was handed over."""
     error: WireError | None = None
@@ -146,12 +144,8 @@ def stage() -> Stage:
 def waits_for(what: str) -> None:
     """The call of this task waits for this from now on."""
     progress = _current.get()
-    if progress is None:
-        return
-    now = time.time()
-    if progress.held:
-        progress.held_s += now - progress.stage.since
-    progress.stage.what, progress.stage.since = what, now
+    if progress is not None:
+        progress.stage.what, progress.stage.since = what, time.time()
 
 
 class Calls:

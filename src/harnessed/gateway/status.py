@@ -3,52 +3,88 @@
 `api.py` and `probes.py` ask. Calls are those of this gateway alone; all else is what the store says of all of them.
 """
 
-import os
-import socket
+import asyncio
 import time
 from collections import Counter
+from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from harnessed.gateway import closings
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.lifecycle import count_rollouts
+from harnessed.gateway.peers import as_seen, look
 from harnessed.gateway.progress import Calls, Progress
-from harnessed.gateway.store import Store, attempts
+from harnessed.gateway.store import Store
 from harnessed.gateway.surroundings import STORE_LIMIT_S, Fresh, Surroundings
-from harnessed.records import ControllerStatus, Engine, GatewayStatus, RunStatus, State, Status, WaitingCall
+from harnessed.gateway.tables import attempts, gateways
+from harnessed.gateway.turnstile import Turnstiles
+from harnessed.records import (
+    ControllerStatus,
+    Engine,
+    GatewayStatus,
+    RunStatus,
+    State,
+    Status,
+    Turnstile,
+    WaitingCall,
+)
 
 MOST_WAITING = 1000
 """Calls in one answer: those that wait longest."""
 
 
-class Board:
-    """What one gateway can say of itself."""
+@dataclass(frozen=True)
+class _Stored:
+    """What the store says now."""
 
-    def __init__(self, calls: Calls, store: Store, engines: Engines, surroundings: Surroundings) -> None:
+    gateways: list[GatewayStatus]
+    turnstiles: list[tuple[Turnstile, bool]]
+    """The closed ones, and whether the other gateways generate nothing for their runs."""
+    controllers: list[ControllerStatus]
+
+
+class Board:
+    """What one gateway can say of itself and of what is around it."""
+
+    def __init__(
+        self,
+        id: str,
+        calls: Calls,
+        store: Store,
+        engines: Engines,
+        turnstiles: Turnstiles,
+        surroundings: Surroundings,
+    ) -> None:
+        """`id`: of this gateway."""
+        self._self = GatewayStatus(id=id, since=time.time())
         self._calls = calls
+        self._store = store
         self._engines = engines
+        self._turnstiles = turnstiles
         self._surroundings = surroundings
-        self._stored = Fresh(
-            lambda: store.read(lambda connection: (count_rollouts(connection), _controllers(connection))), STORE_LIMIT_S
-        )
-        self._gateway = GatewayStatus(id=f"{socket.gethostname()}-{os.getpid()}", since=time.time())
+        self._rollouts = Fresh(lambda: store.read(count_rollouts), STORE_LIMIT_S)
 
     async def status(self) -> Status:
-        """Calls as they are now; what store and engines say may be a few seconds old. While the store is out of reach,
-        nothing of what it says."""
+        """As it is now; counts of rollouts and what engines say may be a few seconds old. While the store is out of
+        reach, nothing of what it says."""
         try:
-            counts, controllers = await self._stored()
+            async with asyncio.timeout(STORE_LIMIT_S):
+                stored = await self._store.read(lambda connection: _read(connection, self._self.id))
+            rollouts = await self._rollouts()
         except (SQLAlchemyError, TimeoutError):
-            counts, controllers = {}, []
+            stored, rollouts = _Stored([self._self], [], []), {}
         calls = list(self._calls)
         return Status(
-            gateways=[self._gateway],
-            turnstiles=[],
-            runs=[_run(run, states, calls) for run, states in counts.items()],
+            gateways=stored.gateways,
+            turnstiles=[
+                as_seen(each, quiet, self._turnstiles.in_flight(each.run)) for each, quiet in stored.turnstiles
+            ],
+            runs=[_run(run, states, calls) for run, states in rollouts.items()],
             waiting=_waiting(calls),
             engines=[self._counted(engine) for engine in await self._surroundings.engines()],
-            controllers=controllers,
+            controllers=stored.controllers,
         )
 
     def _counted(self, engine: Engine) -> Engine:
@@ -56,6 +92,8 @@ class Board:
 
     async def trouble(self) -> str:
         """Why the gateway cannot serve what there is to do; empty: it can."""
+        if self._store.trouble:
+            return f"the store is out of reach: {self._store.trouble}"
         try:
             unfinished = await self._surroundings.unfinished()
         except TimeoutError:
@@ -74,6 +112,18 @@ def unserved(runs: set[str], engines: list[Engine]) -> str:
         if not any(engine.healthy for engine in serving):
             return f"run {run} has no healthy engine: {serving[0].id} says {serving[0].reason or 'nothing'}"
     return ""
+
+
+def _read(connection: Connection, gateway: str) -> _Stored:
+    living = select(gateways.c.id, gateways.c.started).where(gateways.c.lease_until > time.time())
+    return _Stored(
+        [
+            GatewayStatus(id=id, since=started)
+            for id, started in connection.execute(living.order_by(gateways.c.started, gateways.c.id))
+        ],
+        [(each, look(connection, each.run, gateway)[1]) for each in closings.list_closed(connection)],
+        _controllers(connection),
+    )
 
 
 def _controllers(connection: Connection) -> list[ControllerStatus]:

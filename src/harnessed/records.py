@@ -359,6 +359,8 @@ class Engine(EngineSpec):
     """Packed `Version` that it serves."""
     reason: str = ""
     """Why it is not healthy."""
+    in_flight: int = 0
+    """Generations that run there for the gateway that says so."""
 
 
 class Totals(Record):

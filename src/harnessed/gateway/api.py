@@ -85,6 +85,7 @@ class Api:
             Route("/api/runs/{run}/cancel", self._admin(self.cancel_run), methods=["POST"]),
             Route("/api/engines", self._admin(self.register_engine), methods=["POST"]),
             Route("/api/engines", self._admin(self.list_engines)),
+            Route("/api/engines/{engine}", self._admin(self.remove_engine), methods=["DELETE"]),
             Route("/api/groups", self._admin(self.create_groups), methods=["POST"]),
             Route("/api/groups", self._admin(self.list_groups)),
             Route("/api/groups/{group}", self._admin(self.get_group)),
@@ -127,7 +128,13 @@ class Api:
         return _answer(await self._engines.health(engine.id))
 
     async def list_engines(self, request: Request) -> Response:
-        return _answer(await self._engines.list())
+        return _answer(await self._engines.ask_all())
+
+    async def remove_engine(self, request: Request) -> Response:
+        engine = request.path_params["engine"]
+        await self._store.write(lambda connection: lifecycle.remove_engine(connection, engine))
+        await self._engines.remove(engine)
+        return _answer({})
 
     async def create_groups(self, request: Request) -> Response:
         specs = await _body(request, list[GroupSpec])

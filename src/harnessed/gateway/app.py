@@ -106,8 +106,7 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
     store = Store(folder / DATABASE, power_safe=settings.power_safe)
     engines = Engines(settings.generation_limit_s)
     await store.write(recording.mark_lost)
-    for engine in await store.read(lifecycle.list_engines):
-        engines.register(engine)
+    await engines.keep(await store.read(lifecycle.list_engines))
     exchange = Exchange(store, engines, keyring, settings.body_mb << 20)
     api = Api(store, engines, exchange, keyring)
     expiry = asyncio.create_task(_expire(store, exchange))

@@ -143,6 +143,7 @@ class Exchange:
     def _forget(self, session: Session) -> None:
         session.ended = True
         self._sessions.pop(session.attempt, None)
+        self._engines.forget(session.attempt[0])
 
     def key(self, scope: Scope) -> Key:
         """Of the attempt that calls. Raises WireError."""
@@ -190,7 +191,7 @@ class Exchange:
         turn = _parse(wire, session, body, at)
         place = session.tree.place(turn.messages, turn.tools)
         proven = session.tree.prove_delivered(place)
-        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+        if self._engines.speaks(session.run) == Dialect.CHAT:
             if turn.prompt is not None:
                 raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
             return turn, place, proven, None, self._chat_length(session, turn, place)

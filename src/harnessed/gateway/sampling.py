@@ -127,11 +127,11 @@ class Sampler:
     async def interrupt(self, session: Session, pending: Pending) -> None:
         """Nobody waits for a call any more: its generations end, and the tokens that they have are kept. An engine that
         speaks chat cannot do so, and goes on to the end."""
-        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+        if self._engines.speaks(session.run) == Dialect.CHAT:
             return
         pending.interrupted = True
         ids = [f"{pending.id}.{choice}" for choice in range(pending.wanted.n)]
-        await self._engines.interrupt(session.run, session.attempt[0], ids)
+        await self._engines.interrupt(ids)
 
     async def _answer(self, session: Session, choice: Wanted, preview: Preview | None) -> Generated:
         kept = _kept(choice.begun) if choice.begun else NOTHING

@@ -309,6 +309,9 @@ class Engines:
             raise ContextTooLong(reason_in(body, response.status))
         if response.status == 400 and engine.speaks == Dialect.CHAT:
             raise RequestRefused(reason_in(body, response.status))
+        if response.status >= 500 and not body.startswith(b"{"):
+            # Not the engine's own words: its server that is being ended, or a proxy in front of nothing.
+            raise _Lost(reason_in(body, response.status))
         if response.status != 200:
             raise EngineFailed(f"engine {engine.id}: {reason_in(body, response.status)}")
         try:

@@ -271,12 +271,12 @@ async def test_an_engine_that_flaps_costs_no_call(house, fleet):
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "unstreamed"])
 async def test_a_generation_that_takes_too_long_is_ended_and_the_retry_goes_on_from_its_tokens(house, fleet, streams):
-    engine, _ = engines = await fleet(2, generation_limit_s=1)
+    engines = await fleet(2, generation_limit_s=1)
     for engine in engines:
         engine.script = lambda prompt, call: STALLS if rest_of(prompt) == SAID else rest_of(prompt)
     (attempt,) = await house.attempts()
     ask = stream if streams else say
-    with pytest.raises(openai.APIError, match=r"within 1 s: engine e. was interrupted|stream|closed|read"):
+    with pytest.raises(openai.APIError, match="Connection error" if streams else "engine e. was interrupted"):
         await ask(house, attempt.key)
     engine = home_of(engines)
     assert engine.log[0].finish == "interrupted", "it still runs when the retry begins"

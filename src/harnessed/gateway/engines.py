@@ -54,6 +54,9 @@ class RequestRefused(EngineFailed):
 class Interrupted(EngineFailed):
     """Nobody wants the answer any more."""
 
+    trouble: str = ""
+    """What was wrong with the engines while it waited for one."""
+
 
 class _Lost(Exception):
     """The connection broke, or was never made; the text says how."""
@@ -86,6 +89,8 @@ class Engines:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
         )
         self._routing = Routing(self._session)
+        self._stored: set[str] = set()
+        """Ids of engines that the store was last seen to hold."""
 
     def register(self, engine: EngineSpec) -> None:
         """The same id replaces; what runs there ends there."""
@@ -99,10 +104,11 @@ class Engines:
             await asyncio.gather(*(self._end(id) for id in there if server.spec.speaks == Dialect.TOKENS))
 
     async def keep(self, engines: list[EngineSpec]) -> None:
-        """These are registered and no others: what the store says, of this and other gateways."""
+        """These are stored; those that were and are no more are removed. One that is registered here at this moment may
+        not be among them yet."""
         for engine in engines:
             self.register(engine)
-        gone = {engine.id for engine in self.known} - {engine.id for engine in engines}
+        gone, self._stored = self._stored - {engine.id for engine in engines}, {engine.id for engine in engines}
         await asyncio.gather(*(self.remove(id) for id in gone))
 
     async def generate(
@@ -218,7 +224,9 @@ class Engines:
         while (server := self._routing.choose(run, rollout, running.lost)) is None:
             troubles = self._routing.troubles(run)
             if running.unwanted:
-                raise EngineFailed(f"its client left while no engine was healthy: {troubles}")
+                interrupted = Interrupted("nobody waits for it")
+                interrupted.trouble = troubles
+                raise interrupted
             if not self._routing.servers(run):
                 raise EngineFailed(troubles)
             if not await self._routing.changed_before(running.deadline):

@@ -18,19 +18,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from harnessed.config import ConfigError
-from harnessed.gateway import lifecycle, recording
+from harnessed.gateway import lifecycle, metrics, recording
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
 from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.store import Store
+from harnessed.gateway.web.cookie import sent_key
 from harnessed.records import (
     Assignment,
     Ending,
     EngineSpec,
     Event,
+    Fate,
     GroupSpec,
+    Metrics,
     Record,
     Reward,
     Rollout,
@@ -83,6 +86,9 @@ class Api:
             Route("/api/runs/{run}/template", self._admin(self.template)),
             Route("/api/runs/{run}/totals", self._admin(self.totals)),
             Route("/api/runs/{run}/cancel", self._admin(self.cancel_run), methods=["POST"]),
+            Route("/api/runs/{run}/metrics", self._admin(self.post_metrics), methods=["POST"]),
+            Route("/api/runs/{run}/metrics", self._admin(self.list_metrics)),
+            Route("/api/runs/{run}/fates", self._admin(self.post_fates), methods=["POST"]),
             Route("/api/engines", self._admin(self.register_engine), methods=["POST"]),
             Route("/api/engines", self._admin(self.list_engines)),
             Route("/api/groups", self._admin(self.create_groups), methods=["POST"]),
@@ -119,6 +125,20 @@ class Api:
     async def totals(self, request: Request) -> Response:
         run = request.path_params["run"]
         return _answer(await self._store.read(lambda connection: recording.totals(connection, run)))
+
+    async def post_metrics(self, request: Request) -> Response:
+        run, line = request.path_params["run"], await _body(request, Metrics)
+        await self._store.write(lambda connection: metrics.append(connection, run, line, time.time()))
+        return _answer({})
+
+    async def list_metrics(self, request: Request) -> Response:
+        run, after = request.path_params["run"], int(_query(request, "after"))
+        return _answer(await self._store.read(lambda connection: metrics.after(connection, run, after)))
+
+    async def post_fates(self, request: Request) -> Response:
+        run, fates = request.path_params["run"], await _body(request, dict[str, dict[Fate, int]])
+        await self._store.write(lambda connection: metrics.append_fates(connection, run, fates, time.time()))
+        return _answer({})
 
     async def register_engine(self, request: Request) -> Response:
         engine = await _body(request, EngineSpec)
@@ -277,7 +297,7 @@ class Api:
         """Read the key, and turn what handlers raise into answers that say why."""
 
         async def guarded(request: Request) -> Response:
-            key = self._keyring.read(request.headers.get("authorization", "").removeprefix("Bearer ").strip())
+            key = self._keyring.read(sent_key(request, self._keyring))
             if key is None:
                 return _error(401, "send a key that this gateway made as `Authorization: Bearer KEY`")
             try:

@@ -26,6 +26,7 @@ from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import Keyring
 from harnessed.gateway.routes import model_routes
 from harnessed.gateway.store import Store
+from harnessed.gateway.web.pages import Pages
 
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
@@ -116,6 +117,7 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
             routes=[
                 *model_routes(exchange),
                 *api.routes(),
+                *Pages(store, exchange, keyring).routes(),
             ]
         )
         application.state.stop = api.stop

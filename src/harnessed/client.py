@@ -274,7 +274,8 @@ def list_metrics(run: str, after: int = 0) -> Call[list[Metrics]]:
 
 def post_fates(run: str, fates: dict[str, dict[Fate, int]]) -> Call[None]:
     """Keep what became of the sampled tokens of rollouts, each as an event of type `fates`."""
-    return Call("POST", f"/api/runs/{run}/fates", _nothing, fates)
+    body = {rollout: {str(fate): tokens for fate, tokens in each.items()} for rollout, each in fates.items()}
+    return Call("POST", f"/api/runs/{run}/fates", _nothing, body)
 
 
 # The engine's own routes (no key: an engine listens where only gateway and trainer reach it).

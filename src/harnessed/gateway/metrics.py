@@ -38,6 +38,9 @@ def append_fates(connection: Connection, run: str, fates: dict[str, dict[Fate, i
         last |= {row.id: row.attempt for row in found}
     if strangers := [id for id in ids if id not in last]:
         raise Refused(404, f"no rollout {strangers[0]} in run {run}")
-    rows = [{"rollout": id, "attempt": last[id], "type": FATES, "data": fates[id], "time": now} for id in ids]
+    rows = []
+    for id, by_fate in fates.items():
+        data = {str(fate): tokens for fate, tokens in by_fate.items()}
+        rows.append({"rollout": id, "attempt": last[id], "type": FATES, "data": data, "time": now})
     if rows:
         connection.execute(insert(events), rows)

@@ -167,8 +167,7 @@ def _wanted(request: Request) -> Wanted:
 
 
 def _answer(value: Any) -> Response:
-    headers = GUARDED | {"cache-control": "no-store"}
-    return Response(orjson.dumps({"now": time.time(), "data": value}), headers=headers, media_type="application/json")
+    return _json({"now": time.time(), "data": value}, 200)
 
 
 def _refusal(unknown: bool) -> Response:
@@ -178,4 +177,10 @@ def _refusal(unknown: bool) -> Response:
 
 
 def _error(status: int, message: str) -> Response:
-    return Response(orjson.dumps({"error": {"message": message}}), status, GUARDED, "application/json")
+    return _json({"error": {"message": message}}, status)
+
+
+def _json(value: Any, status: int) -> Response:
+    # The name of a column that SQL reserves is a subclass of str.
+    body = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
+    return Response(body, status, GUARDED | {"cache-control": "no-store"}, "application/json")

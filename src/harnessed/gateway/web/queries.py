@@ -163,11 +163,7 @@ def _page(
     back = bool(wanted.before)
     down = wanted.descending != back
     if place := wanted.before or wanted.after:
-        try:
-            value, id = orjson.loads(place)
-        except ValueError:
-            raise Refused(400, f"{place[:100]} is no place in a list") from None
-        here = tuple_(literal(value), literal(id))
+        here = tuple_(*map(literal, _read_place(place, key[0].type.python_type)))
         query = query.where(tuple_(*key) < here if down else tuple_(*key) > here)
     order = [each.desc() if down else each.asc() for each in key]
     rows = [dict(row) for row in connection.execute(query.order_by(*order).limit(PAGE + 1)).mappings()]
@@ -178,6 +174,17 @@ def _page(
     first = places[0] if rows and (more if back else wanted.after) else None
     last = places[-1] if rows and (more or back) else None
     return rows, first, last
+
+
+def _read_place(place: str, kind: type) -> tuple[Any, str]:
+    """Sort value and id. Raises Refused (400): a database may not compare what is of another kind."""
+    try:
+        value, id = orjson.loads(place)
+    except (TypeError, ValueError):
+        value, id = None, None
+    if type(value) not in ((str,) if kind is str else (int, float)) or not isinstance(id, str):
+        raise Refused(400, f"{place[:100]} is no place in this list")
+    return value, id
 
 
 def _counts(connection: Connection, run: str | None) -> list[dict[str, Any]]:

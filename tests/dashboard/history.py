@@ -5,7 +5,7 @@ from random import Random
 
 from sqlalchemy import Connection, insert
 
-from harnessed.gateway.store import groups, metrics, rollouts, runs
+from harnessed.gateway.tables import groups, metrics, rollouts, runs
 from harnessed.records import Outcome, Purpose, State
 
 OUTCOMES = {
@@ -18,7 +18,7 @@ OUTCOMES = {
 
 
 def write_run(connection: Connection, run: str, policy: str, created: float) -> None:
-    limits, rest = {"calls": 200, "context": 32768}, {"history": "exact", "side_calls": []}
+    limits, rest = {"calls": 200, "context": 32768}, {"history": "exact", "side_calls": [], "closed_s": 0.0}
     connection.execute(insert(runs).values(id=run, policy=policy, limits=limits, created=created, **rest))
 
 

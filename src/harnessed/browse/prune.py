@@ -12,7 +12,7 @@ from sqlalchemy import Connection, create_engine, delete, func, select
 
 from harnessed.config import ConfigError
 from harnessed.gateway.app import DATABASE
-from harnessed.gateway.store import calls, events, nodes, rollouts
+from harnessed.gateway.tables import calls, events, nodes, rollouts
 
 ENDED = ("summary.json", "evaluation.json")
 """One of them is written at the end of a run."""

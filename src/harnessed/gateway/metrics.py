@@ -5,8 +5,8 @@
 
 from sqlalchemy import Connection, and_, insert, select
 
-from harnessed.gateway.lifecycle import Refused
-from harnessed.gateway.store import events, metrics, rollouts, runs
+from harnessed.gateway.store import Refused
+from harnessed.gateway.tables import events, metrics, rollouts, runs
 from harnessed.records import Fate, Metrics
 
 FATES = "fates"

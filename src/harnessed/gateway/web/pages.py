@@ -20,8 +20,7 @@ from starlette.routing import Route
 from harnessed.config import ConfigError
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Keyring
-from harnessed.gateway.lifecycle import Refused
-from harnessed.gateway.store import Store
+from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.web import cookie, queries
 from harnessed.gateway.web.queries import Wanted
 

@@ -11,9 +11,10 @@ from typing import Any
 import orjson
 from sqlalchemy import ColumnElement, Connection, and_, func, literal, select, tuple_
 
-from harnessed.gateway.lifecycle import Refused, get_group, get_rollout, list_events, members
+from harnessed.gateway.lifecycle import get_group, get_rollout, list_events, members
 from harnessed.gateway.metrics import FATES
-from harnessed.gateway.store import attempts, changes, groups, metrics, nodes, rollouts, runs
+from harnessed.gateway.store import Refused
+from harnessed.gateway.tables import attempts, changes, groups, metrics, nodes, rollouts, runs
 from harnessed.records import MOST_REWARD, State
 
 PAGE = 50

@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 
+import postgres
 import pytest
 from house import house  # noqa: F401
 from playwright.async_api import async_playwright
 
+from harnessed.config import Gateway
 from harnessed.gateway.keys import ADMIN
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or "chromium"
@@ -52,3 +54,18 @@ async def page(house, stranger):  # noqa: F811
     await stranger.goto(f"{house.url}/ui/#key={house.keys.sign(ADMIN)}")
     await stranger.wait_for_selector("h1:text('Runs')")
     return stranger
+
+
+@pytest.fixture(scope="session")
+def postgresql():
+    with postgres.running() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def either(request, house):  # noqa: F811
+    """A gateway on each kind of database."""
+    if request.param == "postgresql":
+        house.settings = Gateway(database=request.getfixturevalue("postgresql"))
+        await house.restart()
+    yield house

@@ -5,7 +5,9 @@ import re
 
 import pytest
 
+from harnessed.client import ApiError, list_metrics, post_fates, post_metrics
 from harnessed.gateway.keys import ADMIN, Key, Scope
+from harnessed.records import Fate, Metrics
 
 
 def data_routes(house):
@@ -34,6 +36,34 @@ async def test_data_needs_the_admin_key(house):
         given = await house.http.get(url, headers={"authorization": f"Bearer {house.keys.sign(ADMIN)}"})
         assert given.status_code == (404 if path.endswith("/1/1") else 200), path
         assert given.headers["cache-control"] == "no-store"
+
+
+async def test_every_route_answers_on_either_database(either):
+    """Whoever uses the SDK may read them too, with the key in the header."""
+    house = either
+    await house.make_run()
+    (attempt,) = await house.attempts()
+    client = house.openai(attempt.key)
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    await house.admin(post_metrics("r", Metrics(step=1, values={"reward_mean": 0.5, "kl": None})))
+    await house.admin(post_fates("r", {"g.0": {Fate.TRAINED: 9}}))
+    with pytest.raises(ApiError, match=r"no rollout x\.0 in run r"):
+        await house.admin(post_fates("r", {"x.0": {Fate.TRAINED: 9}}))
+    with pytest.raises(ApiError, match="no run nothing"):
+        await house.admin(post_metrics("nothing", Metrics(step=1, values={})))
+    found = {}
+    for path in data_routes(house):
+        headers = {"authorization": f"Bearer {house.keys.sign(ADMIN)}"}
+        response = await house.http.get(house.url + path, headers=headers)
+        assert response.status_code == 200, (path, response.text)
+        found[path] = response.json()["data"]
+    assert found["/ui/data/runs"][-1]["rewards"] == [0.5]
+    assert found["/ui/data/rollouts/g.0"]["fates"] == {"trained": 9}
+    (node,) = found["/ui/data/rollouts/g.0"]["tries"][0]["nodes"]
+    tokens = found["/ui/data/rollouts/g.0/1/1"]
+    assert (node["context"], node["sampled"]) == (len(tokens["segment"]), len(tokens["answer"]))
+    assert "".join(tokens["texts"][str(id)] for id in tokens["answer"]) == "answer 1<|im_end|>"
+    assert [line.values for line in await house.admin(list_metrics("r"))] == [{"reward_mean": 0.5, "kl": None}]
 
 
 async def cookie_name(house):

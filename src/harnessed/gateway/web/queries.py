@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from sqlalchemy import ColumnElement, Connection, and_, func, literal, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Integer, and_, func, literal, select, tuple_
 
 from harnessed.gateway.lifecycle import get_group, get_rollout, list_events, members
 from harnessed.gateway.metrics import FATES
 from harnessed.gateway.store import Refused
-from harnessed.gateway.tables import attempts, changes, groups, metrics, nodes, rollouts, runs
+from harnessed.gateway.tables import String, attempts, changes, groups, metrics, nodes, rollouts, runs
 from harnessed.records import MOST_REWARD, State
 
 PAGE = 50
@@ -119,7 +119,10 @@ def show_rollout(connection: Connection, rollout: str) -> dict[str, Any]:
     """Everything of a rollout but the tokens: its attempts with their nodes, its task, siblings and reported fates."""
     record = get_rollout(connection, rollout)
     columns = [c for c in nodes.c if c.name not in ("rollout", "segment", "answer", "logprobs", "versions")]
-    sizes = [(func.length(nodes.c.segment) / 4).label("context"), (func.length(nodes.c.logprobs) > 0).label("scored")]
+    sizes = [
+        (func.length(nodes.c.segment, type_=Integer) // 4).label("context"),
+        (func.length(nodes.c.logprobs) > 0).label("scored"),
+    ]
     found = connection.execute(
         select(*columns, *sizes).where(nodes.c.rollout == rollout).order_by(nodes.c.attempt, nodes.c.number)
     )
@@ -164,7 +167,7 @@ def _page(
     back = bool(wanted.before)
     down = wanted.descending != back
     if place := wanted.before or wanted.after:
-        here = tuple_(*map(literal, _read_place(place, key[0].type.python_type)))
+        here = tuple_(*map(literal, _read_place(place, text=isinstance(key[0].type, String))))
         query = query.where(tuple_(*key) < here if down else tuple_(*key) > here)
     order = [each.desc() if down else each.asc() for each in key]
     rows = [dict(row) for row in connection.execute(query.order_by(*order).limit(PAGE + 1)).mappings()]
@@ -177,13 +180,13 @@ def _page(
     return rows, first, last
 
 
-def _read_place(place: str, kind: type) -> tuple[Any, str]:
+def _read_place(place: str, *, text: bool) -> tuple[Any, str]:
     """Sort value and id. Raises Refused (400): a database may not compare what is of another kind."""
     try:
         value, id = orjson.loads(place)
     except (TypeError, ValueError):
         value, id = None, None
-    if type(value) not in ((str,) if kind is str else (int, float)) or not isinstance(id, str):
+    if type(value) not in ((str,) if text else (int, float)) or not isinstance(id, str):
         raise Refused(400, f"{place[:100]} is no place in this list")
     return value, id
 

@@ -300,7 +300,7 @@ def list_metrics(run: str, after: int = 0) -> Call[list[Metrics]]:
 
 
 def post_fates(run: str, fates: dict[str, dict[Fate, int]]) -> Call[None]:
-    """Keep what became of the sampled tokens of rollouts, each as an event of type `fates`."""
+    """Keep what became of the sampled tokens of rollouts, for the dashboard; the last ones of a rollout count."""
     body = {rollout: {str(fate): tokens for fate, tokens in each.items()} for rollout, each in fates.items()}
     return Call("POST", f"/api/runs/{run}/fates", _nothing, body)
 

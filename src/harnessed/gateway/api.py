@@ -145,7 +145,7 @@ class Api:
 
     async def post_fates(self, request: Request) -> Response:
         run, fates = request.path_params["run"], await _body(request, dict[str, dict[Fate, int]])
-        await self._store.write(lambda connection: metrics.append_fates(connection, run, fates, time.time()))
+        await self._store.write(lambda connection: metrics.keep_fates(connection, run, fates))
         return _answer({})
 
     async def turnstile(self, request: Request) -> Response:

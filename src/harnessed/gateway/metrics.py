@@ -3,14 +3,12 @@
 `api.py` calls this; the dashboard draws it. The trainer's own files stay the record of a run.
 """
 
-from sqlalchemy import Connection, and_, insert, select
+from sqlalchemy import Connection, and_, delete, insert, select
 
 from harnessed.gateway.store import Refused
-from harnessed.gateway.tables import events, metrics, rollouts, runs
+from harnessed.gateway.tables import fates, metrics, rollouts, runs
 from harnessed.records import Fate, Metrics
 
-FATES = "fates"
-"""Type of the events that hold the sampled tokens of a rollout by fate."""
 _AT_ONCE = 500
 """Rollouts in one statement."""
 
@@ -28,19 +26,15 @@ def after(connection: Connection, run: str, number: int) -> list[Metrics]:
     return [Metrics.model_validate({k: v for k, v in row.items() if k != "run"}) for row in rows]
 
 
-def append_fates(connection: Connection, run: str, fates: dict[str, dict[Fate, int]], now: float) -> None:
-    """As events of the rollouts' last attempts. Raises Refused (404)."""
-    last: dict[str, int] = {}
-    ids = list(fates)
+def keep_fates(connection: Connection, run: str, booked: dict[str, dict[Fate, int]]) -> None:
+    """What was kept for the same rollouts is replaced. Raises Refused (404)."""
+    ids = list(booked)
     for at in range(0, len(ids), _AT_ONCE):
-        mine = and_(rollouts.c.run == run, rollouts.c.id.in_(ids[at : at + _AT_ONCE]))
-        found = connection.execute(select(rollouts.c.id, rollouts.c.attempt).where(mine))
-        last |= {row.id: row.attempt for row in found}
-    if strangers := [id for id in ids if id not in last]:
-        raise Refused(404, f"no rollout {strangers[0]} in run {run}")
-    rows = []
-    for id, by_fate in fates.items():
-        data = {str(fate): tokens for fate, tokens in by_fate.items()}
-        rows.append({"rollout": id, "attempt": last[id], "type": FATES, "data": data, "time": now})
-    if rows:
-        connection.execute(insert(events), rows)
+        part = ids[at : at + _AT_ONCE]
+        mine = and_(rollouts.c.run == run, rollouts.c.id.in_(part))
+        known = set(connection.execute(select(rollouts.c.id).where(mine)).scalars())
+        if strangers := [id for id in part if id not in known]:
+            raise Refused(404, f"no rollout {strangers[0]} in run {run}")
+        rows = [{"rollout": id, "tokens": {str(fate): n for fate, n in booked[id].items()}} for id in part]
+        connection.execute(delete(fates).where(fates.c.rollout.in_(part)))
+        connection.execute(insert(fates), rows)

@@ -197,6 +197,13 @@ metrics = Table(
     Index("metrics_by_run", "run", "number"),
 )
 
+fates = Table(
+    "fates",
+    schema,
+    Column("rollout", String, primary_key=True),
+    Column("tokens", JSON, nullable=False),  # fate -> sampled tokens, as its trainer booked them
+)
+
 changes = Table(
     "changes",
     schema,

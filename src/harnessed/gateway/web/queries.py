@@ -11,10 +11,9 @@ from typing import Any
 import orjson
 from sqlalchemy import ColumnElement, Connection, Integer, and_, func, literal, select, tuple_
 
-from harnessed.gateway.lifecycle import get_group, get_rollout, list_events, members
-from harnessed.gateway.metrics import FATES
+from harnessed.gateway.lifecycle import get_group, get_rollout, members
 from harnessed.gateway.store import Refused
-from harnessed.gateway.tables import String, attempts, changes, groups, metrics, nodes, rollouts, runs
+from harnessed.gateway.tables import String, attempts, changes, fates, groups, metrics, nodes, rollouts, runs
 from harnessed.records import MOST_REWARD, State
 
 PAGE = 50
@@ -136,7 +135,7 @@ def show_rollout(connection: Connection, rollout: str) -> dict[str, Any]:
             {"id": each.id, "state": each.state, "outcome": each.outcome, "reward": each.reward}
             for each in members(connection, record.group)
         ],
-        "fates": next((e.data for e in reversed(list_events(connection, rollout)) if e.type == FATES), None),
+        "fates": connection.execute(select(fates.c.tokens).where(fates.c.rollout == rollout)).scalar(),
         "tries": [
             dict(attempt) | {"nodes": [node for node in tree if node["attempt"] == attempt["number"]]}
             for attempt in connection.execute(

@@ -17,6 +17,12 @@ def upgrade() -> None:
         sa.Column("time", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("number"),
     )
+    op.create_table(
+        "fates",
+        sa.Column("rollout", sa.String(), nullable=False),
+        sa.Column("tokens", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint("rollout"),
+    )
     op.create_index("metrics_by_run", "metrics", ["run", "number"], unique=False)
     outcome = ["run", "purpose", "state", "outcome", "reward", "finished"]
     op.create_index("rollouts_by_outcome", "rollouts", outcome, unique=False)

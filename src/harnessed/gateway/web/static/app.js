@@ -1,6 +1,6 @@
 // The application: which page an address shows, the frame around it, and the login.
 
-import { address, h } from "./dom.js";
+import { button, h } from "./dom.js";
 import { showGroup } from "./group.js";
 import { showRun } from "./run.js";
 import { showRuns } from "./runs.js";
@@ -49,21 +49,22 @@ function frame(crumbs) {
   document.title = ["Harnessed", ...crumbs.map(([text]) => text)].reverse().join(" · ");
   top.replaceChildren(
     h("a", { class: "brand", href: "#/" }, h("img", { src: "icon.svg", alt: "" }), "Harnessed"),
-    h("nav", {}, crumbs.map(([text, href]) => [h("span", { class: "slash" }, "/"), href ? h("a", { href }, text) : h("b", {}, text)])),
+    h("nav", {}, crumbs.map(([text, href]) => [h("i", {}, "/"), href ? h("a", { href }, text) : h("b", {}, text)])),
     h("span", { class: "link", title: "whether the gateway answers" }),
-    h("button", { class: "quiet", onclick: async () => (await logOut(), askForKey()) }, "Log out"),
+    button("Log out", async () => (await logOut(), askForKey()), "quiet"),
   );
 }
 
 function fail(error) {
   if (error instanceof Refused && error.status === 401) return askForKey();
-  const back = h("a", { href: address([""]) }, "All runs");
-  page.replaceChildren(h("section", { class: "failure" }, h("h2", {}, "This page cannot be shown"), h("p", {}, error.message), back));
+  const title = h("h2", {}, "This page cannot be shown");
+  const back = h("a", { href: "#/" }, "All runs");
+  page.replaceChildren(h("section", { class: "failure" }, title, h("p", {}, error.message), back));
 }
 
 function askForKey(complaint = "") {
   leaving.abort();
-  const key = h("input", { type: "password", name: "key", autocomplete: "current-password", placeholder: "sk-hd.admin.…", autofocus: true, "aria-label": "admin key" });
+  const key = h("input", { type: "password", name: "key", placeholder: "sk-hd.admin.…", "aria-label": "admin key" });
   const said = h("p", { class: "complaint", role: "alert" }, complaint);
   const enter = async (event) => {
     event.preventDefault();
@@ -79,7 +80,7 @@ function askForKey(complaint = "") {
   page.replaceChildren(
     h("form", { onsubmit: enter },
       h("img", { src: "icon.svg", alt: "" }), h("h1", {}, "Harnessed"),
-      h("p", {}, "The gateway's admin key opens the dashboard. It lies in ", h("code", {}, "admin.key"), " in the gateway's folder."),
+      h("p", {}, "The gateway's admin key opens the dashboard; it lies in ", h("code", {}, "admin.key"), " of its folder."),
       key, h("button", { class: "main" }, "Log in"), said),
   );
   key.focus();

@@ -38,13 +38,13 @@ export class Chart {
   /** Show the values of a step, or the last ones. */
   point(step) {
     const values = this.series.map((each) => [each, step == null ? each.points.at(-1) : nearest(each.points, step)]);
-    this.said.replaceChildren(
-      ...values.map(([each, [, value]]) => h("span", { class: `key ${each.kind}` }, h("i", {}), this.series.length > 1 ? each.name : "", h("b", {}, figure(value)))),
-      step == null ? "" : h("span", { class: "step" }, `step ${values[0]?.[1][0] ?? step}`),
-    );
-    const dots = values.map(([each, [at, value]]) => svg("circle", { class: each.kind, cx: this.x(at), cy: this.y(value), r: 3.5 }));
-    const line = step == null ? [] : [svg("line", { x1: this.x(step), x2: this.x(step), y1: TOP, y2: HEIGHT - BOTTOM })];
-    this.marker.replaceChildren(...line, ...dots);
+    const key = ([{ kind, name }, [, value]]) =>
+      h("span", { class: `key ${kind}` }, h("i", {}), this.series.length > 1 && name, h("b", {}, figure(value)));
+    const dot = ([{ kind }, [at, value]]) => svg("circle", { class: kind, cx: this.x(at), cy: this.y(value), r: 3.5 });
+    const x = step == null ? 0 : this.x(step);
+    const line = step == null ? [] : [svg("line", { x1: x, x2: x, y1: TOP, y2: HEIGHT - BOTTOM })];
+    this.said.replaceChildren(...values.map(key), step == null ? "" : h("span", {}, `step ${step}`));
+    this.marker.replaceChildren(...line, ...values.map(dot));
   }
 
   #axes() {
@@ -69,14 +69,15 @@ export class Chart {
   #stepAt(event) {
     const box = this.drawing.getBoundingClientRect();
     const wanted = this.x.back(((event.clientX - box.left) / box.width) * WIDTH);
-    return this.steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), this.steps[0]);
+    return nearest(this.steps.map((step) => [step]), wanted)[0];
   }
 }
 
 /** A curve of numbers without axes. */
 export function sparkline(values) {
   const points = smoothed(values.map((value, at) => [at, value]));
-  const x = scale([0, Math.max(values.length - 1, 1)], [2, 158]), y = scale(roomy(range(points.map(([, value]) => value))), [38, 3]);
+  const x = scale([0, Math.max(values.length - 1, 1)], [2, 158]);
+  const y = scale(roomy(range(points.map(([, value]) => value))), [38, 3]);
   const last = points.at(-1);
   return svg(
     "svg", { class: "spark", viewBox: "0 0 160 41", "aria-hidden": "true" },
@@ -107,8 +108,9 @@ function ticks([low, high], wanted = 4) {
   const rough = (high - low) / wanted || 1;
   const size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * size).find((each) => each >= rough);
-  const first = Math.ceil(low / step);
-  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, at) => Number(((first + at) * step).toPrecision(12)));
+  const found = [];
+  for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(Number((at * step).toPrecision(12)));
+  return found;
 }
 
 function path(points, x, y) {
@@ -126,5 +128,6 @@ function smoothed(points, keep = 0.75) {
 }
 
 function nearest(points, step) {
-  return points.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best), points[0]);
+  const off = (point) => Math.abs(point[0] - step);
+  return points.reduce((best, point) => (off(point) < off(best) ? point : best), points[0]);
 }

@@ -1,6 +1,6 @@
 // Elements, numbers and times for all pages. Text is only ever set as text: what agents and models wrote is hostile.
 
-/** An element. Properties that begin with `on` are listeners, `class` and others attributes; null children are left out. */
+/** An element. Properties that begin with `on` are listeners, others attributes; null children are left out. */
 export function h(tag, properties = {}, ...children) {
   return fill(document.createElement(tag), properties, children);
 }
@@ -79,14 +79,31 @@ export function stateOf(rollout) {
   return rollout.outcome ?? rollout.state;
 }
 
+export function words(name) {
+  return name.replaceAll("_", " ");
+}
+
 export function pill(state) {
-  return h("span", { class: `pill ${state}` }, state.replaceAll("_", " "));
+  return h("span", { class: `pill ${state}` }, words(state));
+}
+
+export function button(title, onclick, name = "") {
+  return h("button", { class: name, onclick }, title);
+}
+
+/** What stands where there is nothing else. */
+export function empty(text) {
+  return h("p", { class: "empty" }, text);
+}
+
+export function mean(values) {
+  return values.length ? values.reduce((sum, each) => sum + each, 0) / values.length : null;
 }
 
 /** A bar of shares. `parts`: [class, number] pairs. */
 export function shares(parts) {
   const total = parts.reduce((sum, [, n]) => sum + n, 0) || 1;
-  const said = parts.filter(([, n]) => n).map(([name, n]) => `${name.replaceAll("_", " ")} ${count(n)}`).join(", ");
+  const said = parts.filter(([, n]) => n).map(([name, n]) => `${words(name)} ${count(n)}`).join(", ");
   return h(
     "span", { class: "shares", title: said, role: "img", "aria-label": said },
     parts.filter(([, n]) => n).map(([name, n]) => h("i", { class: name, "--share": `${(100 * n) / total}%` })),
@@ -98,6 +115,6 @@ export function legend(parts) {
   return h(
     "span", { class: "legend" },
     parts.filter(([, n]) => n).map(([name, n]) =>
-      h("span", { class: "key" }, h("i", { class: name }), name.replaceAll("_", " "), h("b", {}, count(n)))),
+      h("span", { class: "key" }, h("i", { class: name }), words(name), h("b", {}, count(n)))),
   );
 }

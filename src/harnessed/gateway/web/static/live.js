@@ -1,6 +1,6 @@
 // What goes on at this moment: the turnstile, the queue, who waits for whom, engines and controllers.
 
-import { address, ago, count, date, h, now, seconds } from "./dom.js";
+import { address, ago, count, date, empty, h, now, seconds } from "./dom.js";
 
 const MOST_WAITING = 12;
 
@@ -14,7 +14,7 @@ export function live(status, run) {
     panel("Turnstile", drawTurnstile(turnstile)),
     panel("Queue", h("dl", { class: "facts" }, ["queued", "running", "held", "in_flight"].map((name) =>
       h("div", {}, h("dt", {}, name.replace("_", " ")), h("dd", {}, count(queue?.[name] ?? 0)))))),
-    panel(waiting.length ? `Waiting: ${count(waiting.length)} calls` : "Waiting", waiting.length ? drawWaiting(waiting) : h("p", { class: "empty" }, "nobody waits")),
+    panel("Waiting", waiting.length ? drawWaiting(waiting) : empty("nobody waits")),
     panel("Engines and controllers", h("table", {}, engines.map(drawEngine), status.controllers.map(drawController))),
   ];
 }
@@ -24,22 +24,25 @@ function panel(title, ...content) {
 }
 
 function drawTurnstile(turnstile) {
-  if (!turnstile || turnstile.state === "open") return [h("span", { class: "gate open" }, "open"), h("p", {}, "calls go through")];
+  const gate = h("span", { class: `gate ${turnstile?.state ?? "open"}` }, turnstile?.state ?? "open");
+  if (!turnstile?.owner) return [gate, h("p", {}, "calls go through")];
+  const { owner, mode, since, in_flight, lease_until } = turnstile;
   return [
-    h("span", { class: `gate ${turnstile.state}` }, turnstile.state),
-    h("p", {}, `by ${turnstile.owner} (${turnstile.mode}), since `, h("b", { title: date(turnstile.since) }, seconds(now() - turnstile.since))),
-    h("p", {}, `${count(turnstile.in_flight)} in flight; lease for another ${seconds(Math.max(0, turnstile.lease_until - now()))}`),
+    gate,
+    h("p", {}, `by ${owner} (${mode}), since `, h("b", { title: date(since) }, seconds(now() - since))),
+    h("p", {}, `${count(in_flight)} in flight; its lease ends in ${seconds(Math.max(0, lease_until - now()))}`),
   ];
 }
 
 function drawWaiting(waiting) {
   const oldest = [...waiting].sort((a, b) => a.since - b.since);
+  const younger = oldest.length - MOST_WAITING;
   return h("table", {},
     oldest.slice(0, MOST_WAITING).map((each) => h("tr", {},
       h("td", {}, h("a", { class: "id", href: address(["rollout", each.rollout]) }, each.rollout)),
       h("td", {}, `for ${each.for}`),
       h("td", { class: "number", title: date(each.since) }, seconds(now() - each.since)))),
-    oldest.length > MOST_WAITING && h("tr", {}, h("td", { colspan: 3, class: "empty" }, `and ${count(oldest.length - MOST_WAITING)} younger ones`)));
+    younger > 0 && h("tr", {}, h("td", { colspan: 3 }, `and ${count(younger)} younger ones`)));
 }
 
 function drawEngine(engine) {

@@ -1,7 +1,8 @@
 // Messages as they were delivered: text, reasoning, tool calls, tool declarations.
 
-import { count, h } from "./dom.js";
+import { button, count, h } from "./dom.js";
 
+const ROLES = ["system", "developer", "user", "assistant", "tool"];
 const LONG = 1600; // characters that are shown before one has to ask for more
 
 /** The text of a message's content, whatever form its protocol gave it. */
@@ -17,28 +18,33 @@ export function drawMessage(message) {
   const reasoning = message.reasoning_content ?? message.reasoning;
   const text = textOf(message.content);
   const calls = message.tool_calls ?? [];
-  return h("div", { class: `message ${["system", "developer", "user", "assistant", "tool"].includes(message.role) ? message.role : "other"}` },
+  return h("div", { class: `message ${ROLES.includes(message.role) ? message.role : ""}` },
     h("span", { class: "role" }, message.role, message.name && ` ${message.name}`),
     h("div", { class: "said" },
-      reasoning && h("details", { class: "reasoning", open: true }, h("summary", {}, "reasoning"), folded(textOf(reasoning))),
+      reasoning && h("details", { open: true }, h("summary", {}, "reasoning"), folded(textOf(reasoning))),
       (text || !calls.length) && folded(text),
-      calls.map((call) => h("div", { class: "call" }, h("b", {}, call.function?.name ?? call.type ?? "call"), argumentsOf(call)))));
+      calls.map((call) => h("div", { class: "call" }, h("b", {}, nameOf(call)), argumentsOf(call)))));
 }
 
 /** The tools that a request declares. */
 export function drawTools(tools) {
-  return h("details", { class: "tools" },
-    h("summary", {}, `${count(tools.length)} ${tools.length === 1 ? "tool" : "tools"}: `, tools.map((tool) => tool.function?.name ?? tool.name ?? tool.type).join(", ")),
+  const title = `${count(tools.length)} ${tools.length === 1 ? "tool" : "tools"}: ${tools.map(nameOf).join(", ")}`;
+  return h("details", { class: "tools" }, h("summary", {}, title),
     tools.map((tool) => h("pre", {}, pretty(tool))));
 }
 
 /** The fields of an object, each text as it stands; long ones fold. */
 export function fieldsOf(object) {
-  return h("dl", { class: "fields" }, Object.entries(object).map(([name, value]) =>
-    h("div", {}, h("dt", {}, name), h("dd", {}, isObject(value) ? fieldsOf(value) : folded(typeof value === "string" ? value : JSON.stringify(value, null, 2))))));
+  const shown = (value) => (isObject(value) ? fieldsOf(value) : folded(pretty(value)));
+  const field = ([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, shown(value)));
+  return h("dl", { class: "fields" }, Object.entries(object).map(field));
 }
 
-/** Of a call: one text needs no name, and what is no JSON is shown as the model left it. */
+function nameOf(called) {
+  return called.function?.name ?? called.name ?? called.type ?? "?";
+}
+
+/** What is no JSON is shown as the model left it. */
 function argumentsOf(call) {
   const written = call.function?.arguments ?? call.input ?? "";
   let value = written;
@@ -57,7 +63,8 @@ function isObject(value) {
 function folded(text) {
   if (text.length <= LONG) return h("pre", {}, text);
   const shown = h("pre", {}, text.slice(0, LONG) + "…");
-  const more = h("button", { class: "quiet", onclick: () => ((shown.textContent = text), more.remove()) }, `Show all ${count(text.length)} characters`);
+  const all = () => ((shown.textContent = text), more.remove());
+  const more = button(`Show all ${count(text.length)} characters`, all, "quiet");
   return [shown, more];
 }
 

@@ -1,7 +1,7 @@
 // One run: its curves, what goes on now, its rollouts and groups.
 
 import { Board, Chart } from "./chart.js";
-import { ago, count, date, h, legend, shares, STATES } from "./dom.js";
+import { ago, count, date, empty, h, legend, shares, STATES } from "./dom.js";
 import { List } from "./list.js";
 import { live } from "./live.js";
 import { byState, fact } from "./runs.js";
@@ -31,9 +31,10 @@ export async function showRun({ page, frame, names, query, signal }) {
   performance.mark("shown");
   await Promise.all([
     repeat(lively, 2000, signal),
-    repeat(() => metrics.refresh(), 5000, signal),
+    repeat(() => metrics.refresh(), 3000, signal),
     follow(id, run.cursor, async (changes) => {
-      const [again] = await Promise.all([data(["runs", id], signal), list.refresh(new Set(changes.map((each) => each.id)))]);
+      const changed = new Set(changes.map((each) => each.id));
+      const [again] = await Promise.all([data(["runs", id], signal), list.refresh(changed)]);
       drawHead(head, again);
     }, signal),
   ]);
@@ -72,25 +73,31 @@ class Metrics {
     const board = new Board();
     const known = new Set(CHARTS.flatMap(([, fields]) => Object.keys(fields)));
     const charts = [...CHARTS, ...(this.all ? this.#others(known) : [])];
-    const option = (name, field) =>
-      h("label", {}, h("input", { type: "checkbox", checked: this[field], onchange: (event) => ((this[field] = event.target.checked), this.draw()) }), name);
+    const option = (name, field) => {
+      const onchange = (event) => ((this[field] = event.target.checked), this.draw());
+      return h("label", {}, h("input", { type: "checkbox", checked: this[field], onchange }), name);
+    };
+    const chart = ([title, fields]) => {
+      const curve = ([field, kind]) => ({ name: NAMES[field], kind, points: this.#points(field) });
+      const series = Object.entries(fields).map(curve);
+      return series.some((each) => each.points.length)
+        ? board.add(new Chart(title, series, board, { smooth: this.smooth }))
+        : h("figure", { class: "chart none" }, h("figcaption", {}, h("b", {}, title)), empty("nothing posted yet"));
+    };
     this.element.replaceChildren(
       h("div", { class: "options" }, h("h2", {}, "Curves"), option("smooth", "smooth"), option("all metrics", "all")),
-      h("div", { class: "figures" }, charts.map(([title, fields]) => {
-        const series = Object.entries(fields).map(([field, kind]) => ({ name: NAMES[field] ?? field, kind, points: this.#points(field) }));
-        return series.some((each) => each.points.length)
-          ? board.add(new Chart(title, series, board, { smooth: this.smooth }))
-          : h("figure", { class: "chart none" }, h("figcaption", {}, h("b", {}, title)), h("p", { class: "empty" }, "nothing posted yet"));
-      })),
+      h("div", { class: "figures" }, charts.map(chart)),
     );
   }
 
   #points(field) {
-    return this.lines.filter(({ values }) => typeof values[field] === "number").map(({ step, values }) => [step, values[field]]);
+    const said = this.lines.filter(({ values }) => typeof values[field] === "number");
+    return said.map(({ step, values }) => [step, values[field]]);
   }
 
   #others(known) {
     const fields = new Set(this.lines.flatMap(({ values }) => Object.keys(values)));
-    return [...fields].filter((field) => field !== "step" && !known.has(field) && this.#points(field).length).map((field) => [field, { [field]: "other" }]);
+    const others = [...fields].filter((field) => field !== "step" && !known.has(field) && this.#points(field).length);
+    return others.map((field) => [field, { [field]: "other" }]);
   }
 }

@@ -1,6 +1,6 @@
 // All runs, newest first.
 
-import { address, ago, count, date, figure, h, legend, shares, STATES, stateOf } from "./dom.js";
+import { address, ago, count, date, empty, figure, h, legend, shares, STATES, stateOf } from "./dom.js";
 import { sparkline } from "./chart.js";
 import { data, repeat } from "./server.js";
 
@@ -9,21 +9,22 @@ export async function showRuns({ page, signal }) {
   page.replaceChildren(h("h1", {}, "Runs"), list);
   const refresh = async () => {
     const runs = await data(["runs"], signal);
-    list.replaceChildren(...(runs.length ? runs.map(card) : [h("p", { class: "empty" }, "No run yet: harnessed train makes one.")]));
+    list.replaceChildren(...(runs.length ? runs.map(card) : [empty("No run yet: harnessed train makes one.")]));
     performance.mark("shown");
   };
   await refresh();
-  await repeat(refresh, 4000, signal);
+  await repeat(refresh, 3000, signal);
 }
 
 function card(run) {
   const states = byState(run.counts);
   const last = run.counts.reduce((latest, each) => Math.max(latest, each.last ?? 0), 0) || null;
-  const going = states.running || states.queued;
+  const parts = STATES.map((state) => [state, states[state] ?? 0]);
+  const state = states.running || states.queued ? ["state going", "running"] : ["state", "ended"];
   return h(
     "a", { class: "card run", href: address(["run", run.id]) },
-    h("div", { class: "name" }, h("h2", {}, run.id), h("span", { class: going ? "state going" : "state" }, going ? "running" : "ended")),
-    h("div", { class: "what" }, shares(STATES.map((state) => [state, states[state] ?? 0])), legend(STATES.map((state) => [state, states[state] ?? 0]))),
+    h("div", { class: "name" }, h("h2", {}, run.id), h("span", { class: state[0] }, state[1])),
+    h("div", { class: "what" }, shares(parts), legend(parts)),
     h("div", { class: "curve" }, sparkline(run.rewards)),
     h("dl", {},
       fact("mean reward", figure(meanReward(run.counts))),

@@ -1,6 +1,6 @@
 // The tokens of an answer and of what stood before it, coloured, with everything known about each under the pointer.
 
-import { count, h } from "./dom.js";
+import { button, count, h, words } from "./dom.js";
 
 const SHOWN = 240; // prompt tokens before an answer that are shown at first
 const TIP = h("div", { class: "tip", role: "tooltip", hidden: true });
@@ -14,14 +14,14 @@ export function drawTokens(node, tokens, fate, colour) {
   const segment = tokens.segment.map((id) => ({ id, text: tokens.texts[id] }));
   const begin = h("span", { class: "segment" });
   const show = (from) => {
-    const more = from > 0 && h("button", { class: "quiet", onclick: () => show(0) }, `Show ${count(from)} prompt tokens before`);
-    begin.replaceChildren(...[more, ...segment.slice(from).map((token) => span(token, "prompt"))].filter(Boolean));
+    const more = from > 0 ? button(`Show ${count(from)} prompt tokens before`, () => show(0), "quiet") : "";
+    begin.replaceChildren(more, ...segment.slice(from).map((token) => span(token, "prompt")));
   };
   show(segment.length > SHOWN * 1.5 ? segment.length - SHOWN : 0);
   const versions = [...new Set(tokens.versions)];
-  const cut = node.cut ? h("p", { class: "note" }, "The last token of the answer before is not part of this context: history writes that stop differently.") : null;
-  return h("div", { class: "tokens", onpointerover: tip, onpointerleave: hide }, cut, begin,
-    answer.map((token) => span(token, look(token, colour, versions), colour === "logprob" && token.logprob != null ? heat(token.logprob) : null)));
+  const cut = node.cut > 0 && h("p", { class: "note" }, "Without the stop of the answer before: history writes another.");
+  return h("div", { class: "tokens", onpointerover: tip, onpointerleave: hide },
+    cut, begin, answer.map((token) => span(token, look(token, colour, versions))));
 }
 
 function look(token, colour, versions) {
@@ -35,8 +35,9 @@ function heat(logprob) {
   return `${Math.round(Math.min(1, -logprob / 5) * 100)}%`;
 }
 
-function span(token, name, share) {
-  const element = h("span", { class: `token ${name}`, "--share": share ?? undefined }, token.text.replaceAll("\n", "⏎\n"));
+function span(token, name) {
+  const share = token.logprob == null ? "0%" : heat(token.logprob);
+  const element = h("span", { class: `token ${name}`, "--share": share }, token.text.replaceAll("\n", "⏎\n"));
   element.token = token;
   return element;
 }
@@ -46,8 +47,8 @@ function tip(event) {
   if (!token) return hide();
   const facts = [["token", JSON.stringify(token.text)], ["id", token.id]];
   if (token.fate) {
-    facts.push(["log-probability", token.logprob == null ? "none" : `${token.logprob.toFixed(4)} (${(100 * Math.exp(token.logprob)).toFixed(1)} %)`]);
-    facts.push(["policy version", versionOf(token.version)], ["fate", token.fate.replaceAll("_", " ")], ["place", token.at]);
+    facts.push(["log-probability", probability(token.logprob)], ["policy version", versionOf(token.version)]);
+    facts.push(["fate", words(token.fate)], ["place", token.at]);
   } else facts.push(["", "prompt: not sampled"]);
   TIP.replaceChildren(...facts.map(([name, value]) => h("div", {}, h("span", {}, name), h("b", {}, String(value)))));
   TIP.hidden = false;
@@ -59,6 +60,10 @@ function tip(event) {
 
 export function hide() {
   TIP.hidden = true;
+}
+
+function probability(logprob) {
+  return logprob == null ? "none" : `${logprob.toFixed(4)} (${(100 * Math.exp(logprob)).toFixed(1)} %)`;
 }
 
 /** As the trainer writes it: lineage and number. */

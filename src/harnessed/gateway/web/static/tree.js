@@ -1,6 +1,6 @@
 // An attempt as a tree: where its conversations go apart, drawn in lanes like the history of a repository.
 
-import { count, h, svg } from "./dom.js";
+import { count, h, svg, words } from "./dom.js";
 
 const ROW = 26, LANE = 14, EDGE = 12;
 
@@ -43,10 +43,11 @@ export class Tree {
     return depths;
   }
 
-  /** Node -> its lane. The longest way on stays in the lane of its node; another takes the first that is free as long. */
+  /** Node -> its lane. The longest way on stays in the lane of its node; others take the first that is free so long. */
   lanes() {
     const depths = this.depths();
-    const heir = (number) => this.children.get(number).reduce((best, each) => (best && depths.get(best) > depths.get(each) ? best : each), 0);
+    const deeper = (best, each) => (best && depths.get(best) > depths.get(each) ? best : each);
+    const heir = (number) => this.children.get(number).reduce(deeper, 0);
     const row = new Map(this.nodes.map((node, at) => [node.number, at]));
     const until = []; // lane -> the row up to which it is taken
     const lanes = new Map();
@@ -69,23 +70,30 @@ export function drawMap(tree, fates, chosen, choose) {
   const lanes = tree.lanes();
   const width = EDGE * 2 + LANE * Math.max(0, ...lanes.values());
   const on = new Set(tree.path(chosen).map((node) => node.number));
-  const x = (number) => EDGE + LANE * lanes.get(number);
-  const y = new Map(tree.nodes.map((node, at) => [node.number, ROW * (at + 0.5)]));
-  const edges = tree.nodes.filter((node) => y.has(above(node))).map((node) =>
-    svg("path", { class: `edge ${on.has(node.number) ? "on" : ""} ${node.split ? "split" : ""}`, d: edge(x(above(node)), y.get(above(node)), x(node.number), y.get(node.number)) }));
-  const dots = tree.nodes.map((node) =>
-    svg("circle", { class: `dot ${fates.get(node.number)} ${on.has(node.number) ? "on" : ""}`, cx: x(node.number), cy: y.get(node.number), r: on.has(node.number) ? 5 : 4 }));
+  const lit = (number) => (on.has(number) ? "on" : "");
+  const place = new Map();
+  tree.nodes.forEach(({ number }, at) => place.set(number, [EDGE + LANE * lanes.get(number), ROW * (at + 0.5)]));
+  const edges = tree.nodes.filter((node) => place.has(above(node))).map((node) => {
+    const d = edge(...place.get(above(node)), ...place.get(node.number));
+    return svg("path", { class: `edge ${lit(node.number)} ${node.split ? "split" : ""}`, d });
+  });
+  const dots = tree.nodes.map(({ number }) => {
+    const [cx, cy] = place.get(number);
+    return svg("circle", { class: `dot ${fates.get(number)}`, cx, cy, r: on.has(number) ? 5 : 4 });
+  });
+  const row = (node) =>
+    h("button", { class: lit(node.number), "data-node": node.number, onclick: () => choose(node.number) },
+      h("b", {}, `#${node.number}`), h("span", {}, `${count(node.sampled)} tok`), notes(node, fates.get(node.number)));
   const height = ROW * tree.nodes.length;
   return h("div", { class: "map" },
     svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" }, edges, dots),
-    h("ol", {}, tree.nodes.map((node) => h("li", {},
-      h("button", { class: on.has(node.number) ? "on" : "", "data-node": node.number, onclick: () => choose(node.number) },
-        h("b", {}, `#${node.number}`), h("span", {}, `${count(node.sampled)} tok`), notes(node, fates.get(node.number)))))));
+    h("ol", {}, tree.nodes.map((node) => h("li", {}, row(node)))));
 }
 
 function notes(node, fate) {
-  const said = [!node.delivered && "undelivered", node.apart.replace("_", " "), node.split && `split: ${node.split}`, node.finish !== "stop" && node.finish];
-  return h("em", { title: fate.replaceAll("_", " ") }, said.filter(Boolean).join(", "));
+  const split = node.split && `split: ${node.split}`;
+  const said = [!node.delivered && "undelivered", words(node.apart), split, node.finish !== "stop" && node.finish];
+  return h("em", { title: words(fate) }, said.filter(Boolean).join(", "));
 }
 
 function edge(x1, y1, x2, y2) {

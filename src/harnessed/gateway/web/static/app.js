@@ -80,7 +80,7 @@ function askForKey(complaint = "") {
   page.replaceChildren(
     h("form", { onsubmit: enter },
       h("img", { src: "icon.svg", alt: "" }), h("h1", {}, "Harnessed"),
-      h("p", {}, "The gateway's admin key opens the dashboard; it lies in ", h("code", {}, "admin.key"), " of its folder."),
+      h("p", {}, "The gateway's admin key opens the dashboard: ", h("code", {}, "admin.key"), " in its folder."),
       key, h("button", { class: "main" }, "Log in"), said),
   );
   key.focus();

@@ -19,7 +19,7 @@ export function drawTokens(node, tokens, fate, colour) {
   };
   show(segment.length > SHOWN * 1.5 ? segment.length - SHOWN : 0);
   const versions = [...new Set(tokens.versions)];
-  const cut = node.cut > 0 && h("p", { class: "note" }, "Without the stop of the answer before: history writes another.");
+  const cut = node.cut > 0 && h("p", { class: "note" }, "Without the last stop: history writes another.");
   return h("div", { class: "tokens", onpointerover: tip, onpointerleave: hide },
     cut, begin, answer.map((token) => span(token, look(token, colour, versions))));
 }

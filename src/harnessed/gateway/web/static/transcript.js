@@ -133,7 +133,7 @@ class Column {
   #node(attempt, tree, node, fate, choose) {
     const root = !tree.byNumber.has(above(node));
     const beside = tree.children.get(root ? 0 : above(node)).filter((number) => number !== node.number);
-    const split = `A new row (${node.split}): it goes on with the conversation of #${node.follows}, not with its tokens.`;
+    const split = `A new row (${node.split}): it continues the conversation of #${node.follows}, not with its tokens.`;
     const sizes = `${count(node.context)} prompt tokens added, ${count(node.sampled)} sampled`;
     return h("section", { class: "node", "data-number": node.number },
       h("header", {},

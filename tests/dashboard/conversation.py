@@ -5,6 +5,7 @@ tokens look like those of a real one.
 """
 
 import asyncio
+import itertools
 import json
 from random import Random
 
@@ -175,7 +176,7 @@ async def play_group(house, run="r", group="g", rewards=(1.0, 0.25, 0.0)):
     await house.admin(end_attempt(first.rollout, 1, machine, 3))
     (again,) = await house.admin(claim(run, "controller-2", 1, 3))
     await play(house, again.key)
-    for assignment, text in zip(others, (WRONG, BROKEN), strict=False):
+    for assignment, text in zip(others, itertools.cycle((WRONG, BROKEN, EDIT, DONE)), strict=False):
         agent, messages = Agent(house, assignment.key), [SYSTEM, {"role": "user", "content": ISSUE}]
         looked = await agent.ask(messages, LOOK)
         await agent.ask([*messages, looked, result(looked, SOURCE)], text)

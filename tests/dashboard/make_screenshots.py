@@ -27,14 +27,15 @@ from harnessed.records import EngineSpec, Fate, GroupSpec  # noqa: E402
 
 RUN = "ranges-8b-4f2a1c"
 GROUP = f"{RUN}.step-00181.00"
-PAGES = {
-    "runs": ("", 1440, 520),
-    "run": (f"run/{RUN}", 1440, 1180),
-    "group": (f"group/{GROUP}", 1440, 860),
-    "transcript": (f"rollout/{GROUP}.0", 1440, 980),
-    "tokens": (f"rollout/{GROUP}.0?tokens=1&colour=logprob", 1440, 900),
-    "side-by-side": (f"rollout/{GROUP}.0?with={GROUP}.1,{GROUP}.2", 1440, 900),
+PAGES = {  # address, height of the picture
+    "runs": ("", 420),
+    "run": (f"run/{RUN}", 1000),
+    "group": (f"group/{GROUP}", 800),
+    "transcript": (f"rollout/{GROUP}.0", 860),
+    "tokens": (f"rollout/{GROUP}.0?tokens=1&colour=logprob", 800),
+    "side-by-side": (f"rollout/{GROUP}.0?with={GROUP}.1,{GROUP}.2", 720),
 }
+WIDTH = 1240
 
 
 async def furnish(house: House) -> None:
@@ -71,13 +72,13 @@ async def work(house: House) -> list[asyncio.Task[None]]:
 async def photograph(house: House, folder: Path) -> None:
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        for name, (address, width, height) in PAGES.items():
+        for name, (address, height) in PAGES.items():
             for scheme in ("light", "dark") if name == "run" else ("light",):
-                page = await browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+                page = await browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)
                 await page.goto(f"{house.url}/ui/#key={house.keys.sign(ADMIN)}")
                 await page.wait_for_selector("h1:text('Runs')")
                 await page.goto(f"{house.url}/ui/#/{address}")
-                await page.wait_for_load_state("networkidle") if name == "nothing" else await page.wait_for_timeout(900)
+                await page.wait_for_timeout(1200)  # what is polled has come
                 if name == "tokens":
                     await page.hover(".token.sampled >> nth=24")
                 path = folder / (f"{name}.png" if scheme == "light" else f"{name}-dark.png")

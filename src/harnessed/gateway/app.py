@@ -26,6 +26,7 @@ from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import Keyring
 from harnessed.gateway.peers import Peers
+from harnessed.gateway.retention import keep_small
 from harnessed.gateway.routes import model_routes
 from harnessed.gateway.store import Store
 from harnessed.gateway.turnstile import Turnstiles
@@ -119,8 +120,8 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     peers = Peers(store, id, name, turnstiles, exchange)
     await peers.join()
     api = Api(store, engines, exchange, peers, keyring)
-    beating = asyncio.create_task(peers.run())
-    expiry = asyncio.create_task(_expire(store, exchange))
+    tasks = [peers.run(), _expire(store, exchange), keep_small(store, settings.keep_days)]
+    running = [asyncio.create_task(task) for task in tasks]
     try:
         application = Starlette(
             routes=[
@@ -134,8 +135,8 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
         application.state.turnstiles = turnstiles
         yield application
     finally:
-        expiry.cancel()
-        beating.cancel()
+        for task in running:
+            task.cancel()
         exchange.close()
         await engines.close()
         await peers.leave()

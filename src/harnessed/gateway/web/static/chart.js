@@ -63,7 +63,8 @@ export class Chart {
     const base = HEIGHT - BOTTOM;
     const shown = rough ? smoothed(points) : points;
     const area = `${path(shown, this.x, this.y)}L${this.x(shown.at(-1)[0])} ${base}L${this.x(shown[0][0])} ${base}Z`;
-    return [svg("path", { class: `area ${kind}`, d: area }), rough ? draw(points, "rough") : "", draw(shown, "line")];
+    const ground = this.series.length === 1 ? svg("path", { class: `area ${kind}`, d: area }) : "";
+    return [ground, rough ? draw(points, "rough") : "", draw(shown, "line")];
   }
 
   #stepAt(event) {

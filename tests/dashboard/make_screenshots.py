@@ -29,7 +29,7 @@ RUN = "ranges-8b-4f2a1c"
 GROUP = f"{RUN}.step-00181.00"
 PAGES = {  # address, height of the picture
     "runs": ("", 420),
-    "run": (f"run/{RUN}", 1000),
+    "run": (f"run/{RUN}", 880),
     "group": (f"group/{GROUP}", 800),
     "transcript": (f"rollout/{GROUP}.0", 860),
     "tokens": (f"rollout/{GROUP}.0?tokens=1&colour=logprob", 800),

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
+from collections import Counter
 from dataclasses import replace
 
 import aiohttp
@@ -24,6 +25,7 @@ from harnessed.gateway.dialects import (
     read_preview,
 )
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import waits_for
 from harnessed.records import Dialect, Engine, EngineSpec
 
 HEALTH_LIMIT_S = 5.0
@@ -64,6 +66,10 @@ class Engines:
         """Generations that somebody was asked for."""
         self._unwanted: set[str] = set()
         """Generations that were interrupted and have not ended yet."""
+        self.in_flight: Counter[str] = Counter()
+        """Engine -> answers that it has been asked for."""
+        self.sampled: Counter[str] = Counter()
+        """Engine -> tokens that it gave."""
         self._limit_s = limit_s
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=limit_s)
@@ -98,8 +104,12 @@ class Engines:
                 engine = self._of(run, rollout)
                 if preview:
                     preview.begin(kept.tokens)
+                waits_for(f"engine {engine.id}")
+                self.in_flight[engine.id] += 1
                 try:
-                    kept = kept.then(await self._ask(engine, generation.after(kept), preview))
+                    new = await self._ask(engine, generation.after(kept), preview)
+                    self.sampled[engine.id] += len(new.tokens)
+                    kept = kept.then(new)
                     if kept.finish != NOTHING.finish:
                         self._trouble.pop(engine.id, None)
                         return kept
@@ -110,9 +120,12 @@ class Engines:
                     again = f"engine {engine.id} broke its answer off"
                 except _Again as error:
                     again = self._trouble[engine.id] = str(error)
+                finally:
+                    self.in_flight[engine.id] -= 1
                 wait = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
                 if time.monotonic() + wait > deadline:
                     raise EngineFailed(again)
+                waits_for(f"engine {engine.id}, to be asked again: {again}")
                 await asyncio.sleep(wait)
         except EngineFailed as error:
             error.kept = kept
@@ -169,7 +182,7 @@ class Engines:
     async def health(self, id: str) -> Engine:
         """Ask one engine now."""
         engine = self._engines[id]
-        fields = engine.model_dump()
+        fields = engine.model_dump() | {"in_flight": self.in_flight[id]}
         try:
             async with self._session.get(
                 f"{engine.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_LIMIT_S)
@@ -186,6 +199,7 @@ class Engines:
                     reason=health["reason"],
                     sampled_tokens=health["sampled_tokens"],
                     version=health["version"],
+                    waiting=health.get("waiting"),
                 )
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError) as error:
             return Engine(**fields, healthy=False, reason=f"{type(error).__name__} {error}".strip())

@@ -19,6 +19,7 @@ from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted, RequestRefused
 from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import STORE, waits_for
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Pending, Session, attempt_ended
@@ -174,6 +175,7 @@ class Sampler:
         self, session: Session, turn: Turn, place: Place, nodes: list[Node], continued: list[int]
     ) -> None:
         faults = dict(session.faults)
+        waits_for(STORE)
         try:
             if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
                 raise Refused(503, "the attempt is read from the store again; ask again")

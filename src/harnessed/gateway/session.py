@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import Stage, stage
 from harnessed.gateway.recording import AttemptId, Faults
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Digest, Place, Tree
@@ -35,6 +36,8 @@ class Pending:
     """That gateway has no connection to the store: perhaps it has died."""
     interrupted: bool = False
     """Its engine was told that nobody waits: what it has sampled is kept for the next who asks."""
+    stage: Stage = field(default_factory=stage)
+    """What it waits for."""
 
     @property
     def delivered(self) -> bool:

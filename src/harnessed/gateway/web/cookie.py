@@ -1,7 +1,7 @@
 """The key of a request: in its header, or in the cookie that a browser got when its user logged in.
 
-`api.py` and `pages.py` call this. A cookie opens reading alone: a page of another port of this host counts as the same
-site and could post with it.
+`operations.py` and `pages.py` call this. A cookie opens reading alone: a page of another port of this host counts as
+the same site and could post with it.
 """
 
 import hashlib

@@ -7,7 +7,7 @@ the cookie of a login. Pages follow `/api/changes` and `/api/status` with the sa
 import asyncio
 import time
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from harnessed.config import ConfigError
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Keyring
-from harnessed.gateway.store import Refused, Store
+from harnessed.gateway.operations import Operation
+from harnessed.gateway.store import Store
 from harnessed.gateway.web import cookie, queries
 from harnessed.gateway.web.queries import Wanted
 
-Handler = Callable[[Request], Awaitable[Response]]
 STATIC = Path(__file__).parent / "static"
 MEDIA = {
     ".html": "text/html; charset=utf-8",
@@ -54,18 +53,22 @@ class Pages:
         self._files = {file.name: file.read_bytes() for file in STATIC.iterdir()}
 
     def routes(self) -> list[Route]:
+        """Data is opened as the control routes are, by the key in a header or in the cookie."""
+        data = [
+            Operation("GET", "/ui/data/runs", self.list_runs),
+            Operation("GET", "/ui/data/runs/{run}", self.get_run),
+            Operation("GET", "/ui/data/runs/{run}/rollouts", self.list_rollouts),
+            Operation("GET", "/ui/data/runs/{run}/groups", self.list_groups),
+            Operation("GET", "/ui/data/groups/{group}", self.show_group),
+            Operation("GET", "/ui/data/rollouts/{rollout}", self.show_rollout),
+            Operation("GET", "/ui/data/rollouts/{rollout}/{attempt:int}/{number:int}", self.tokens),
+        ]
         return [
             Route("/", _to_pages),
             Route("/ui/", self.file),
             Route("/ui/login", self.login, methods=["POST"]),
             Route("/ui/logout", self.logout, methods=["POST"]),
-            Route("/ui/data/runs", self._admin(self.list_runs)),
-            Route("/ui/data/runs/{run}", self._admin(self.get_run)),
-            Route("/ui/data/runs/{run}/rollouts", self._admin(self.list_rollouts)),
-            Route("/ui/data/runs/{run}/groups", self._admin(self.list_groups)),
-            Route("/ui/data/groups/{group}", self._admin(self.show_group)),
-            Route("/ui/data/rollouts/{rollout}", self._admin(self.show_rollout)),
-            Route("/ui/data/rollouts/{rollout}/{attempt:int}/{number:int}", self._admin(self.tokens)),
+            *(each.route(self._keyring) for each in data),
             Route("/ui/{file}", self.file),
         ]
 
@@ -83,8 +86,10 @@ class Pages:
             if len(body) > MOST_LOGIN_BYTES:
                 return _error(413, "this is no key")
         key = self._keyring.read(body.decode(errors="replace").strip())
+        if key is None:
+            return _error(401, "this is no key of this gateway")
         if key != ADMIN:
-            return _refusal(key is None)
+            return _error(403, f"the dashboard needs the admin key; this one is of scope {key.scope}")
         response = Response(status_code=204)
         cookie.give(response, self._keyring, secure=request.url.scheme == "https")
         return response
@@ -136,20 +141,6 @@ class Pages:
     async def _read(self, query: Callable[..., Any], *arguments: Any) -> Response:
         return _answer(await self._store.read(lambda connection: query(connection, *arguments)))
 
-    def _admin(self, handler: Handler) -> Handler:
-        async def checked(request: Request) -> Response:
-            key = self._keyring.read(cookie.sent_key(request, self._keyring))
-            if key != ADMIN:
-                return _refusal(key is None)
-            try:
-                return await handler(request)
-            except Refused as error:
-                return _error(error.status, str(error))
-            except ConfigError as error:  # the policy's folder is gone: its tokens have no text any more
-                return _error(409, str(error))
-
-        return checked
-
 
 async def _to_pages(_: Request) -> Response:
     return RedirectResponse("/ui/")
@@ -167,12 +158,6 @@ def _wanted(request: Request) -> Wanted:
 
 def _answer(value: Any) -> Response:
     return _json({"now": time.time(), "data": value}, 200)
-
-
-def _refusal(unknown: bool) -> Response:
-    if unknown:
-        return _error(401, "log in with the admin key of this gateway")
-    return _error(403, "the dashboard needs the admin key; this one is an attempt's or an evaluator's")
 
 
 def _error(status: int, message: str) -> Response:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.routing import Route
 
-from harnessed.gateway import closings, lifecycle, recording
+from harnessed.gateway import closings, lifecycle, metrics, recording
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
 from harnessed.gateway.exchange import Exchange
@@ -35,8 +35,10 @@ from harnessed.records import (
     EngineSpec,
     Event,
     Examination,
+    Fate,
     Group,
     GroupSpec,
+    Metrics,
     Record,
     Reward,
     Rollout,
@@ -99,6 +101,9 @@ class Api:
             Operation("GET", "/api/runs/{run}/template", self.examine_template),
             Operation("GET", "/api/runs/{run}/totals", self.get_totals),
             Operation("POST", "/api/runs/{run}/cancel", self.cancel_run),
+            Operation("POST", "/api/runs/{run}/metrics", self.post_metrics),
+            Operation("GET", "/api/runs/{run}/metrics", self.list_metrics, query={"after": int}),
+            Operation("POST", "/api/runs/{run}/fates", self.post_fates),
             Operation("GET", "/api/runs/{run}/turnstile", self.get_turnstile),
             Operation("POST", "/api/runs/{run}/turnstile/close", self.close_turnstile),
             Operation("POST", "/api/runs/{run}/turnstile/renew", self.renew_turnstile),
@@ -146,6 +151,18 @@ class Api:
     async def get_totals(self, request: Request) -> Totals:
         run = request.path_params["run"]
         return await self._store.read(lambda connection: recording.totals(connection, run))
+
+    async def post_metrics(self, request: Request, body: Metrics) -> None:
+        run = request.path_params["run"]
+        await self._store.write(lambda connection: metrics.append(connection, run, body, time.time()))
+
+    async def list_metrics(self, request: Request) -> list[Metrics]:
+        run, after = request.path_params["run"], int(query(request, "after"))
+        return await self._store.read(lambda connection: metrics.after(connection, run, after))
+
+    async def post_fates(self, request: Request, body: dict[str, dict[Fate, int]]) -> None:
+        run = request.path_params["run"]
+        await self._store.write(lambda connection: metrics.keep_fates(connection, run, body))
 
     async def get_turnstile(self, request: Request) -> Turnstile:
         return await self._peers.turnstile(request.path_params["run"])

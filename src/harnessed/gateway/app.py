@@ -35,6 +35,7 @@ from harnessed.gateway.status import Board
 from harnessed.gateway.store import Store
 from harnessed.gateway.surroundings import Surroundings
 from harnessed.gateway.turnstile import Turnstiles
+from harnessed.gateway.web.pages import Pages
 
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
@@ -142,6 +143,7 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
             routes=[
                 *model_routes(exchange, calls),
                 *api.routes(),
+                *Pages(store, exchange, keyring).routes(),
                 *probe_routes(board, instruments, readings, keyring),
             ]
         )

@@ -13,6 +13,7 @@ ALLOWED = {
     "records": set(),
     "config": {"records"},
     "client": {"records"},
+    "logs": set(),
     "weights": {"records"},
     "services": {"config"},
     "gateway": SHARED,
@@ -21,6 +22,7 @@ ALLOWED = {
     "engine": {"records", "config", "weights"},
     "browse": {"*"},
     "run": {"*"},
+    "up": {"*"},
     "doctor": {"*"},
     "cli": {"*"},
 }

@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import math
 import socket
 import sys
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from harnessed import services
+from harnessed import logs, services
 from harnessed.browse.commands import add_commands
-from harnessed.client import ApiError, AsyncClient, Client, Unreachable
+from harnessed.browse.status import add_status_arguments
+from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError, load
 from harnessed.records import TRAINED_OUTCOMES, Purpose, Task
-from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key
+from harnessed.run import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, URL_FILE, Run, admin_key, keep_keys
 from harnessed.training.failures import RunFailed
 
 
@@ -30,13 +32,13 @@ def main() -> NoReturn:
     try:
         sys.exit(arguments.run(arguments))
     except ConfigError as error:
-        _say(str(error))
+        logs.say(str(error))
         sys.exit(2)
     except (services.ServiceDied, RunFailed, Unreachable, ApiError) as error:
-        _say(str(error))
+        logs.say(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
-        _say("interrupted")
+        logs.say("interrupted")
         sys.exit(130)
 
 
@@ -48,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, description in (
         ("train", train, "train the policy on the tasks of a configuration"),
         ("eval", evaluate, "run the held-out tasks alone"),
+        ("up", start_house, "start a gateway and a controller together, until Ctrl-C"),
         ("gateway", serve_gateway, "serve harnesses and keep the records"),
         ("controller", run_controller, "run agents for a gateway"),
         ("engine", serve_engine, "serve a policy's tokens"),
@@ -65,10 +68,15 @@ def _parser() -> argparse.ArgumentParser:
         if name == "train":
             description = "run one rollout of the first task, and print the rows that it would give"
             command.add_argument("--dry-run", action="store_true", help=description)
+        if name == "up":
+            description = "start an engine too, with the policy of the configuration"
+            command.add_argument("--engine", action="store_true", help=description)
     description = "examine a policy's tokenizer and chat template"
     command = commands.add_parser("doctor", help=description, description=description)
     command.add_argument("--model", type=Path, required=True, help="folder of the policy")
     command.set_defaults(run=doctor)
+    description = "who waits for whom at a gateway, and since when; exit status 0 if it is ready"
+    add_status_arguments(commands.add_parser("status", help=description, description=description))
     description = "look into what a run recorded"
     add_commands(commands.add_parser("rollouts", help=description, description=description))
     return parser
@@ -108,17 +116,19 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         run.wait_for_engine()
         watch = run.watch()
         with Display(config.trainer.steps, lambda: watch.counts) as display:
+            run.tell(display.note)
             trainer = Trainer(
                 config,
                 run.folder,
                 run.id,
                 run.gateway,
-                Client(run.engine_url),
+                run.engine(),
                 backend,
                 run.rollouts(watch, display.tick),
                 display,
                 itertools.chain(first, train_tasks),
                 held_out,
+                run.restarts,
             )
             summary = trainer.run()
     display.summary(summary, str(run.folder))
@@ -163,10 +173,11 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
         run.wait_for_engine()
         watch = run.watch()
         with Display(0, lambda: watch.counts) as display:
+            run.tell(display.note)
             display.phase("held-out tasks")
             result = evaluate_held_out(
                 run.rollouts(watch, display.tick),
-                Report(run.folder),
+                Report(run.folder, run.gateway, run.id, display.note),
                 tasks,
                 config.evaluation,
                 config.sampling,
@@ -182,17 +193,25 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
-    from harnessed.gateway.app import SECRET, serve
-    from harnessed.gateway.keys import ADMIN, Keyring
+def start_house(config: Config, arguments: argparse.Namespace) -> int:
+    from harnessed.up import up
 
+    given = [str(arguments.config.resolve()), *arguments.overrides]
+    up(config, given, _service_folder(config, arguments), engine=arguments.engine)
+    return 0
+
+
+def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
+    from harnessed.gateway.app import serve
+
+    logs.configure(config.gateway.log)
     folder = _service_folder(config, arguments)
     listener = _listener(arguments, config.gateway.host, config.gateway.port, "gateway.port")
+    url = services.url_of(listener)
+    (folder / URL_FILE).write_text(url, encoding="utf-8")
+    keep_keys(folder)
     if not arguments.owner:
-        key_file = folder / "admin.key"
-        key_file.touch(mode=0o600)
-        key_file.write_text(Keyring.from_file(folder / SECRET).sign(ADMIN), encoding="utf-8")
-        _say(f"gateway on {services.url_of(listener)}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}")
+        logs.say(f"gateway on {url}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {folder / ADMIN_KEY_FILE}")
     serve(listener, folder, config.gateway)
     return 0
 
@@ -201,6 +220,7 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
     from harnessed.controller.check import check
     from harnessed.controller.reconciler import run_controller as reconcile
 
+    logs.configure(config.gateway.log)
     check(config)
     if config.gateway.url is None:
         raise ConfigError("gateway.url is missing: name the gateway that this controller works for")
@@ -208,7 +228,8 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
     url, folder = config.gateway.url, _service_folder(config, arguments) / "attempts"
 
     async def run() -> None:
-        async with AsyncClient(url, admin_key()) as client:
+        # As long as it lives: who runs it may start the gateway later.
+        async with AsyncClient(url, admin_key(), patience_s=math.inf) as client:
             await reconcile(config, client, folder, arguments.run_id or config.run.name)
 
     asyncio.run(run())
@@ -220,9 +241,10 @@ def serve_engine(config: Config, arguments: argparse.Namespace) -> int:
     from harnessed.engine.serve import StartError, serve
     from harnessed.weights import WeightsError
 
+    logs.configure(config.gateway.log)
     listener = _listener(arguments, config.engine.host, config.engine.port, "engine.port")
     if not arguments.owner:
-        _say(f"engine on {services.url_of(listener)}")
+        logs.say(f"engine on {services.url_of(listener)}")
     try:
         serve(listener, config.policy.model, arguments.weights or config.engine.weights, config.engine)
     except (StartError, WeightsError) as error:
@@ -253,10 +275,6 @@ def _service_folder(config: Config, arguments: argparse.Namespace) -> Path:
 def _need_torch(command: str) -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"`harnessed {command}` needs torch: pip install -e '.[train]' in its folder")
-
-
-def _say(text: str) -> None:
-    print(f"harnessed: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Whole runs of `harnessed train`: real services and trainer, a tiny random policy, a small agent."""
 
 import json
-import os
 import shutil
 import signal
 import sqlite3
@@ -181,28 +180,21 @@ def test_a_run_that_is_ended_leaves_no_process_and_a_whole_checkpoint(tmp_path, 
         assert "Traceback" not in output
 
 
-def test_a_service_that_dies_ends_the_run_with_one_line(tmp_path):
-    run = tmp_path / "run"
-    config = make_config(tmp_path, trainer={"steps": 1000}, tasks={"train": "agent:easy_tasks"})
-    process = start("train", config, f"run.folder={run}")
-    try:
-        wait_for(lambda: any((run / "checkpoints").glob("step-*")), "the first checkpoint")
-        (engine,) = [pid for pid, line in processes_of(tmp_path).items() if f" engine {config}" in line]
-        os.kill(engine, signal.SIGKILL)
-        output = process.communicate(timeout=60)[0].decode()
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    assert "the engine ended with status -9" in output
-    assert "Traceback" not in output
-    wait_for(lambda: processes_of(tmp_path) == {}, "the last process to end", limit_s=10)
-
-
 def test_the_database_is_sound(finished_run):
     run, _ = finished_run
     with sqlite3.connect(run / "gateway.db") as database:
         assert database.execute("pragma integrity_check").fetchone() == ("ok",)
         assert database.execute("select count(*) from calls where state != 'answered'").fetchone() == (0,)
+
+
+def test_the_dashboard_has_the_curves_and_fates_that_the_folder_has(finished_run):
+    run, printed = finished_run
+    with sqlite3.connect(run / "gateway.db") as database:
+        posted = [json.loads(values) for (values,) in database.execute('select "values" from metrics order by number')]
+        fates = {rollout: json.loads(tokens) for rollout, tokens in database.execute("select * from fates")}
+    assert posted == lines(run / "metrics.jsonl")
+    assert fates == {line["rollout"]: line["fates"] for line in lines(run / "transcripts.jsonl")}
+    assert "dashboard" not in printed  # nothing failed to be posted
 
 
 def test_the_configuration_that_was_used_is_kept(finished_run):

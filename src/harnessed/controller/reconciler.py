@@ -9,7 +9,6 @@ rollout starts when a slot is free, not when a timer fires.
 import asyncio
 import logging
 import os
-import random
 import secrets
 import signal
 import socket
@@ -20,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harnessed.client import ApiError, AsyncClient, Call, Unreachable, claim, end_attempt, get_held_seconds, renew
+from harnessed.client import ApiError, AsyncClient, Unreachable, claim, end_attempt, get_held_seconds, renew
 from harnessed.config import Config
 from harnessed.controller.local import LocalRunner
+from harnessed.controller.predecessor import Predecessor
 from harnessed.controller.runner import Ended, Runner
 from harnessed.records import Assignment, Ending, Outcome
 
@@ -32,8 +32,6 @@ T = TypeVar("T")
 RENEW_S = 5.0
 """The gateway's lease is 30 s."""
 CLAIM_WAIT_S = 20.0
-_RETRY_S = (0.1, 2.0)
-"""First and longest pause before asking a gateway again that did not answer."""
 _HELD_LIMIT_S = 60.0
 """How long the gateway is asked whether an attempt that has reached its time limit was held."""
 _FAREWELL_S = 3.0
@@ -84,7 +82,8 @@ def compare(seen: Observation) -> Plan:
 async def run_controller(config: Config, client: AsyncClient, folder: Path, run: str) -> None:
     """Run rollouts of `run` (an id, or the name that ids begin with) until SIGTERM or SIGINT.
 
-    Attempts live in `folder`. Returns when no process of them is left.
+    `client` has patience: a gateway that is away is asked again as long as the controller lives. Attempts live in
+    `folder`. Returns when no process of them is left.
     Raises ConfigError or TemplateError if the harness or the evaluator does not start, ApiError if the gateway
     refuses the controller as such.
     """
@@ -104,7 +103,7 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
         await asyncio.wait([opening, ending], return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             await opening
-            await Reconciler(config, client, runner, wake, run).run(stopping)
+            await Reconciler(config, client, runner, wake, run, folder).run(stopping)
     finally:
         opening.cancel()
         ending.cancel()
@@ -114,49 +113,29 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
             loop.remove_signal_handler(number)
 
 
-async def insist(client: AsyncClient, request: Call[T]) -> T:
-    """Ask the gateway until it answers. Raises ApiError if it refuses."""
-    pause, longest = _RETRY_S
-    silent = False
-    while True:
-        try:
-            answer = await client(request)
-        except Unreachable as error:
-            problem = str(error)
-        except ApiError as error:
-            if error.status < 500 and error.status != 429:
-                raise
-            problem = str(error)
-        else:
-            if silent:
-                log.warning("the gateway answers again")
-            return answer
-        if not silent:
-            log.warning("trying again until the gateway answers: %s", problem)
-        silent = True
-        await asyncio.sleep(pause * random.uniform(0.5, 1))
-        pause = min(pause * 2, longest)
-
-
 async def _held_seconds(client: AsyncClient, assignment: Assignment) -> float:
     """A gateway that does not answer for so long does not prolong an attempt."""
     try:
         async with asyncio.timeout(_HELD_LIMIT_S):
-            return await insist(client, get_held_seconds(assignment.rollout, assignment.attempt))
+            return await client(get_held_seconds(assignment.rollout, assignment.attempt))
     except (TimeoutError, ApiError) as error:
         log.warning("attempt %d of rollout %s is not prolonged: %s", assignment.attempt, assignment.rollout, error)
         return 0.0
 
 
 class Reconciler:
-    def __init__(self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event, run: str) -> None:
+    def __init__(
+        self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event, run: str, folder: Path
+    ) -> None:
         self._run = run
         self._config = config.controller
         self._client = client
         self._runner = runner
         self._wake = wake
-        # A name of this process alone: what an earlier controller held is not adopted, its leases end.
+        # A name of this process alone: what an earlier controller held is not adopted.
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._predecessor = Predecessor(folder, self._owner)
+        self._burying: asyncio.Task[None] | None = None
         self._leased: set[str] = set()
         self._claimed_since_renewal: set[str] = set()
         self._absent: set[str] = set()
@@ -169,6 +148,8 @@ class Reconciler:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Reconcile until told to stop; then stop the runner and report."""
+        if self._predecessor.name:
+            self._burying = self._begin(self._bury(self._predecessor.name))
         try:
             while not stopping.is_set():
                 self._wake.clear()
@@ -198,11 +179,11 @@ class Reconciler:
         self._report_all(plan.report)
         if plan.claim and self._claiming is None:
             request = claim(self._run, self._owner, plan.claim, self._config.attempts, CLAIM_WAIT_S)
-            self._claiming = self._begin(insist(self._client, request))
+            self._claiming = self._begin(self._client(request))
         if self._renewing is None and time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + RENEW_S
             self._claimed_since_renewal.clear()
-            self._renewing = self._begin(insist(self._client, renew(self._owner)))
+            self._renewing = self._begin(self._client(renew(self._owner)))
 
     def _take_answers(self) -> None:
         if self._claiming and self._claiming.done():
@@ -237,15 +218,24 @@ class Reconciler:
         rollout, _, number = name.rpartition("/")
         attempts = int(number) if ended.final else self._config.attempts
         try:
-            await insist(self._client, end_attempt(rollout, int(number), ended.ending, attempts))
+            await self._client(end_attempt(rollout, int(number), ended.ending, attempts))
         except ApiError as error:
             # 409: cancelled, superseded, or ended by an earlier report whose answer was lost.
             if error.status != 409:
                 log.warning("the end of %s was refused: %s", name, error)
 
+    async def _bury(self, owner: str) -> None:
+        """End the attempts of a controller that died in this folder."""
+        died = Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason="its controller died"))
+        try:
+            held = await self._client(renew(owner))
+            self._report_all(dict.fromkeys(held, died))
+        except ApiError as error:
+            log.warning("the leases of %s end by themselves: %s", owner, error)
+
     async def _part(self) -> None:
         """Stop everything and give back what is leased, so that another controller gets it at once."""
-        for call in (self._claiming, self._renewing):
+        for call in (self._claiming, self._renewing, self._burying):
             if call:
                 call.cancel()
         await self._runner.close()

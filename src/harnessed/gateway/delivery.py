@@ -15,6 +15,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from harnessed.gateway.preview import Broken, Unfolding
+from harnessed.gateway.progress import current
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.wire.turn import Choice, Reply, Turn, Wire, WireError
@@ -123,6 +124,7 @@ async def _stream(
             changes = [preview.changed for preview in pending.previews]
             new = [text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)]
             if any(new):
+                current().shows()
                 await tell(lambda: b"".join(map(stream.more, count(), new)))  # noqa: B023  # called at once
             elif body.silent_s >= PING_S:
                 await tell(stream.ping)
@@ -137,6 +139,7 @@ async def _stream(
         raise
     if gone.done():
         return False
+    current().shows()
     await tell(lambda: stream.end(reply, rests), more=False)
     return True
 

@@ -119,6 +119,8 @@ class Stream(Protocol):
 class Wire(Protocol):
     """What the module of a protocol has."""
 
+    __name__: str
+
     def parse(self, body: bytes, at: Address, /) -> Turn: ...
 
     def render(self, reply: Reply) -> bytes: ...

@@ -61,7 +61,7 @@ families: .cache/families
 	@$(VENV)/bin/python tests/families.py .cache/families
 
 harnesses: .cache/harnesses
-	@echo "harnesses: drives each, unmodified, through gateway and local runner; about three minutes"
+	@echo "harnesses: drives each, unmodified, through gateway and local runner; about four minutes"
 	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
 
 harnesses-long: .cache/harnesses

@@ -54,7 +54,7 @@ function drawEngine(engine) {
   return h("tr", { title: engine.url },
     h("td", {}, h("i", { class: `light ${engine.healthy ? "ok" : "bad"}` }), `engine ${engine.id}`),
     h("td", {}, engine.healthy ? `${count(engine.in_flight ?? 0)} in flight` : engine.reason),
-    h("td", { class: "number" }, engine.sampled_tokens == null ? "" : `${count(engine.sampled_tokens)} tokens`));
+    h("td", { class: "number" }, engine.sampled_tokens == null ? "" : `${count(engine.sampled_tokens)} tok`));
 }
 
 function drawController(controller) {

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
 
 from harnessed.gateway.lifecycle import Refused, get_rollout, members
 from harnessed.gateway.store import attempts, calls, groups, nodes, rollouts, runs
@@ -20,6 +20,22 @@ AttemptId = tuple[str, int]
 """(rollout, number)."""
 Faults = dict[str, str]
 """The digest of a request, in hexadecimal -> why it was refused (`budget: ...`) or failed (`engine: ...`)."""
+
+# What every call executes is built once: to build a statement costs several times as much as to execute it.
+_ADMIT = insert(calls)
+_ADVANCE = (
+    update(attempts)
+    .where(attempts.c.rollout == bindparam("of"), attempts.c.number == bindparam("attempt"), attempts.c.live)
+    .where(attempts.c.nodes == bindparam("before"))
+    .values(nodes=bindparam("last"), faults=bindparam("left"))
+)
+_KEEP = insert(nodes)
+_END = update(calls).where(calls.c.id == bindparam("call")).values(state=bindparam("as"), ended=bindparam("at"))
+_DELIVER = (
+    update(nodes)
+    .where(nodes.c.rollout == bindparam("of"), nodes.c.attempt == bindparam("in"), nodes.c.number == bindparam("node"))
+    .values(delivered=True)
+)
 
 
 def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] | None:
@@ -75,15 +91,16 @@ def load_wanted(connection: Connection, ids: list[str]) -> dict[str, Wanted]:
 
 def admit(connection: Connection, attempt: AttemptId, call: str, turn: Turn, now: float) -> None:
     connection.execute(
-        insert(calls).values(
-            id=call,
-            rollout=attempt[0],
-            attempt=attempt[1],
-            state="admitted",
-            asked=turn.asked,
-            wanted=asdict(turn.wanted),
-            admitted=now,
-        )
+        _ADMIT,
+        {
+            "id": call,
+            "rollout": attempt[0],
+            "attempt": attempt[1],
+            "state": "admitted",
+            "asked": turn.asked,
+            "wanted": asdict(turn.wanted),
+            "admitted": now,
+        },
     )
 
 
@@ -95,12 +112,9 @@ def record_answers(
     `begun` are the numbers of broken-off answers that these hold whole. `faults` are the attempt's
     refused and failed requests that have not been overcome.
     """
-    advanced = connection.execute(
-        update(attempts)
-        .where(and_(_is(attempts.c.rollout, attempts.c.number, attempt), attempts.c.live))
-        .where(attempts.c.nodes == answers[0].number - 1)
-        .values(nodes=answers[-1].number, faults=faults)
-    )
+    before, last = answers[0].number - 1, answers[-1].number
+    of = {"of": attempt[0], "attempt": attempt[1], "before": before, "last": last, "left": faults}
+    advanced = connection.execute(_ADVANCE, of)
     if advanced.rowcount != 1:
         raise Refused(409, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its answers are not kept")
     rows = [
@@ -132,14 +146,13 @@ def record_answers(
     if begun:
         mine = _is(nodes.c.rollout, nodes.c.attempt, attempt)
         connection.execute(delete(nodes).where(and_(mine, nodes.c.number.in_(begun))))
-    connection.execute(insert(nodes), rows)
-    connection.execute(update(calls).where(calls.c.id == answers[0].call).values(state="answered", ended=now))
+    connection.execute(_KEEP, rows)
+    connection.execute(_END, {"call": answers[0].call, "as": "answered", "at": now})
 
 
 def record_failure(connection: Connection, call: str, now: float, *, failed: bool = True) -> None:
     """A call that was admitted and gets no answer: it failed, or nobody waited for it any more."""
-    state = "failed" if failed else "interrupted"
-    connection.execute(update(calls).where(calls.c.id == call).values(state=state, ended=now))
+    connection.execute(_END, {"call": call, "as": "failed" if failed else "interrupted", "at": now})
 
 
 def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float) -> None:
@@ -155,8 +168,9 @@ def record_faults(connection: Connection, attempt: AttemptId, faults: Faults) ->
 
 
 def mark_delivered(connection: Connection, attempt: AttemptId, numbers: Iterable[int]) -> None:
-    mine = _is(nodes.c.rollout, nodes.c.attempt, attempt)
-    connection.execute(update(nodes).where(and_(mine, nodes.c.number.in_(list(numbers)))).values(delivered=True))
+    rows = [{"of": attempt[0], "in": attempt[1], "node": number} for number in numbers]
+    if rows:
+        connection.execute(_DELIVER, rows)
 
 
 def mark_lost(connection: Connection) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from harnessed.gateway.wire.growing import Beginning, beginning_of
 from harnessed.gateway.wire.turn import WireError
 
 MOST_STOP_STRINGS = 16
@@ -25,6 +26,15 @@ def read_object(body: bytes) -> dict[str, Any]:
     except orjson.JSONEncodeError as error:
         raise invalid(f"the request cannot be kept: {error}") from None
     return request
+
+
+def read_growing(body: bytes, name: str, before: Beginning | None) -> tuple[dict[str, Any], int, Beginning | None]:
+    """A request with a list of objects that grows from request to request; how many of these are those of `before`,
+    with which the body begins; and its own beginning."""
+    if before and before.name == name and (read := before.go_on(body)):
+        return read[0], len(before.items), read[1]
+    request = read_object(body)
+    return request, 0, beginning_of(body, request, name)
 
 
 def objects(request: dict[str, Any], name: str) -> list[dict[str, Any]]:

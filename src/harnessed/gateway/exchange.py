@@ -312,7 +312,7 @@ def _are_short(messages: list[dict[str, Any]]) -> bool:
 def _parse(wire: Wire, session: Session, body: bytes, at: Address, known: Beginning | None) -> Turn:
     """The request, with the history that it leaves to the gateway. Raises WireError."""
     turn = wire.parse(body, at, known)
-    if any(REFERENCE in message for message in turn.messages):
+    if any(REFERENCE in message for message in turn.messages[turn.known :]):
         turn = replace(turn, messages=[_referred(session, message) for message in turn.messages])
     if not turn.after:
         return turn

@@ -79,6 +79,8 @@ class Tree:
     """Node -> the digest of the conversation that ends in it."""
     _lengths: dict[int, int] = field(default_factory=dict)
     """Node -> the tokens of everything up to and including its answer."""
+    _context: tuple[int, bytes] = (0, b"")
+    """The node whose context was asked for last, and that context; most go on from it."""
     _last: tuple[list[Message], list[Digest]] = field(default_factory=lambda: ([], []))
     """Messages of the last request, and the digests of its beginnings, from the empty one on."""
 
@@ -209,10 +211,22 @@ class Tree:
 
     def context(self, number: int, cut: int = 0) -> bytes:
         """int32 ids of everything up to and including the answer of a node (0: nothing), without its last `cut`."""
+        known, tokens = self._context
+        if known != number:
+            tokens = self._joined(number)
+            self._context = number, tokens
+        return tokens[: len(tokens) - 4 * cut]
+
+    def _joined(self, number: int) -> bytes:
+        known, tokens = self._context
         pieces: list[bytes] = []
-        for node in map(self.nodes.__getitem__, reversed(self.path(number))):
+        cut = 0
+        while number != known and number:
+            node = self.nodes[number]
             pieces += (node.answer[: len(node.answer) - 4 * cut], node.segment)
-            cut = node.cut
+            number, cut = node.parent, node.cut
+        if number:
+            pieces.append(tokens[: len(tokens) - 4 * cut])
         return b"".join(reversed(pieces))
 
     def _answered(self, call: str) -> int:

@@ -37,9 +37,10 @@ def read_growing(body: bytes, name: str, before: Beginning | None) -> tuple[dict
     return request, 0, beginning_of(body, request, name)
 
 
-def objects(request: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def objects(request: dict[str, Any], name: str, known: int = 0) -> list[dict[str, Any]]:
+    """A list, of which so many items were read before."""
     value = request.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in (value[known:] if known else value)):
         raise invalid(f"`{name}` must be a list of objects")
     return value
 

@@ -25,15 +25,14 @@ def parse(body: bytes, _: Address, before: Beginning | None = None) -> Turn:
         raise invalid("`stream_options` must be an object")
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
-    messages = objects(request, "messages")
+    messages = objects(request, "messages", known)
     if not messages:
         raise invalid("`messages` must hold at least one message")
     for message in messages[known:]:
         if not isinstance(message.get("role"), str):
             raise invalid("every message needs a `role`")
-        if not isinstance(message.get("tool_calls") or [], list) or not all(
-            isinstance(call, dict) for call in message.get("tool_calls") or []
-        ):
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise invalid("`tool_calls` of a message must be a list of objects")
     return Turn(
         messages=messages,
@@ -51,6 +50,7 @@ def parse(body: bytes, _: Address, before: Beginning | None = None) -> Turn:
         logprobs=bool(request.get("logprobs")),
         asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
         beginning=beginning,
+        known=known,
     )
 
 

@@ -63,6 +63,8 @@ class Turn:
     """The request without messages and tools, kept beside the call."""
     beginning: Beginning | None = field(default=None, repr=False, compare=False)
     """Of its body, with which the next request may begin too."""
+    known: int = field(default=0, compare=False)
+    """So many of its messages are those of an earlier request, the very ones."""
 
     @property
     def types(self) -> Types | None:

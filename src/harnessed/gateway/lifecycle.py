@@ -9,9 +9,12 @@ from typing import Any, cast
 
 from sqlalchemy import Connection, RowMapping, and_, func, insert, or_, select, update
 
-from harnessed.gateway.store import attempts, changes, engines, events, groups, journal, rollouts, runs
+from harnessed.gateway import closings
+from harnessed.gateway.store import Refused, journal
+from harnessed.gateway.tables import attempts, calls, changes, engines, events, groups, rollouts, runs
 from harnessed.records import (
     TRAINED_OUTCOMES,
+    CallState,
     Change,
     ChangeKind,
     Ending,
@@ -33,19 +36,11 @@ LEASE_S = 30.0
 """How long a controller keeps its attempts without renewing."""
 
 
-class Refused(Exception):
-    """The request contradicts the records; `status` is the HTTP status that says how."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 def create_run(connection: Connection, run: RunSpec, now: float) -> RunSpec:
     """Again with the same id, all is replaced but the time: the dates in its prompts stay."""
     values = run.model_dump(mode="json", exclude={"id"})
     if connection.execute(update(runs).where(runs.c.id == run.id).values(values)).rowcount == 0:
-        connection.execute(insert(runs).values(id=run.id, created=now, **values))
+        connection.execute(insert(runs).values(id=run.id, created=now, closed_s=0.0, **values))
     return run
 
 
@@ -157,8 +152,10 @@ def claim(
                 lease_until=now + LEASE_S,
                 tries=tries,
                 live=True,
+                ending=False,
                 nodes=0,
                 faults={},
+                closed_s=closings.closed_s(connection, fields["run"], now),
                 started=now,
             )
         )
@@ -175,6 +172,15 @@ def renew(connection: Connection, owner: str, now: float) -> list[str]:
     return [f"{rollout}/{number}" for rollout, number in rows]
 
 
+def held_seconds(connection: Connection, rollout: str, number: int, now: float) -> float:
+    """For how long the turnstile of its run has been closed since an attempt started."""
+    run = get_rollout(connection, rollout).run
+    attempt = _find(connection, attempts, and_(attempts.c.rollout == rollout, attempts.c.number == number))
+    if attempt is None:
+        raise Refused(404, f"rollout {rollout} has no attempt {number}")
+    return closings.closed_s(connection, run, now) - float(attempt["closed_s"])
+
+
 def end_attempt(connection: Connection, rollout: str, number: int, ending: Ending, tries: int, now: float) -> Rollout:
     """Record how a live attempt ended; the rollout is finished, or queued again after an infrastructure failure.
 
@@ -189,7 +195,10 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
         if record.attempt == number and record.state == State.FINISHED and record.outcome != Outcome.CANCELLED:
             return record
         raise Refused(409, f"attempt {number} of rollout {rollout} has ended already")
-    outcome, reason = _outcome(ending, attempt["faults"])
+    faults = attempt["faults"]
+    if _last_call_was_lost(connection, rollout, number):
+        faults = faults | {"lost": "engine: its gateway died before it had answered the last call"}
+    outcome, reason = _outcome(ending, faults)
     _retire(connection, rollout, number, now)
     if outcome == Outcome.INFRASTRUCTURE and number < tries:
         return _queue_again(connection, record)
@@ -197,6 +206,13 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
     if outcome not in (Outcome.INFRASTRUCTURE, Outcome.CANCELLED) and reward is None:
         reward, parts = ending.reward, ending.parts
     return _finish(connection, record, outcome, reason, reward, parts, now)
+
+
+def _last_call_was_lost(connection: Connection, rollout: str, number: int) -> bool:
+    """An agent that asks again makes another call."""
+    mine = and_(calls.c.rollout == rollout, calls.c.attempt == number)
+    last = select(calls.c.state).where(mine).order_by(calls.c.admitted.desc()).limit(1)
+    return connection.execute(last).scalar() == CallState.LOST
 
 
 def _outcome(ending: Ending, faults: dict[str, str]) -> tuple[Outcome, str]:
@@ -241,8 +257,11 @@ def unfinished(connection: Connection, run: str) -> list[str]:
 
 
 def post_reward(connection: Connection, id: str, reward: Reward) -> Rollout:
-    """Keep the first reward that is posted while the rollout is not finished."""
+    """Keep the first reward that is posted while the rollout is not finished. The same one again is accepted: its first
+    answer may have been lost."""
     record = get_rollout(connection, id)
+    if (record.reward, record.parts) == (reward.reward, reward.parts):
+        return record
     if record.state == State.FINISHED or record.reward is not None:
         raise Refused(409, f"rollout {id} has its reward or is finished already")
     connection.execute(update(rollouts).where(rollouts.c.id == id).values(reward=reward.reward, parts=reward.parts))

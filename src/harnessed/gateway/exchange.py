@@ -112,7 +112,7 @@ class Exchange:
             segment = self._encode(session, turn, session.tree.place(turn.messages, turn.tools))
             return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
-        return count() if _is_short(body) else await self._aside(session, count)
+        return count() if _is_short(body, None) else await self._aside(session, count)
 
     def close(self) -> None:
         self._encoder.shutdown(wait=False)
@@ -241,7 +241,7 @@ class Exchange:
             turn, at_, proven = place()
             return turn, at_, proven, *self._segment(session, turn, at_)
 
-        if session.read_aside or not _is_short(body[len(known.whole) :] if known else body):
+        if session.read_aside or not _is_short(body, known):
             return await self._aside(session, place_and_encode)
         turn, where, proven = place()
         if session.history == History.TEMPLATE or not _are_short(where.new):
@@ -373,9 +373,10 @@ def _address(scope: Scope) -> Address:
     return {**QueryParams(scope["query_string"]), **scope["path_params"]}
 
 
-def _is_short(body: bytes) -> bool:
-    """Whether a request is read at once: it is small and says all itself."""
-    return len(body) < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id"))
+def _is_short(body: bytes, known: Beginning | None) -> bool:
+    """Whether a request is read at once: what is new of it is small, and it says all itself."""
+    new = len(body) - (len(known.whole) if known else 0)
+    return new < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id"))
 
 
 def _are_short(messages: list[dict[str, Any]]) -> bool:

@@ -52,6 +52,8 @@ class Scripted:
     stall_at: int = 0
     """After so many tokens it stalls, for `stall_s` or until it is interrupted; 0: it does not."""
     stall_s: float = 30
+    stall_until: Callable[[], bool] | None = None
+    """In place of a time."""
     hang_up: bool = False
     """Sample, count, and close the connection in place of an answer; a stream has shown all of its tokens."""
 
@@ -212,7 +214,9 @@ class ScriptedEngine:
             self.sampled_tokens += 1
             yield token
             stalls = len(call.answer) == answer.stall_at
-            await call.wait(answer.stall_s if stalls else answer.pace_s)
+            while stalls and answer.stall_until and not (answer.stall_until() or call.interrupted.is_set()):
+                await call.wait(0.05)  # polled, since a test changes it from another thread
+            await call.wait(answer.stall_s if stalls and not answer.stall_until else answer.pace_s)
         whole = len(call.answer) == len(answer.tokens)
         cut = "length" if len(call.answer) == call.max_tokens else "interrupted"
         call.finish = answer.finish if whole else cut

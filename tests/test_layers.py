@@ -22,6 +22,7 @@ ALLOWED = {
     "engine": {"records", "config", "weights"},
     "browse": {"*"},
     "run": {"*"},
+    "up": {"*"},
     "doctor": {"*"},
     "cli": {"*"},
 }

@@ -159,6 +159,8 @@ class Gateway(Settings):
     password is best left to ~/.pgpass."""
     power_safe: bool = False
     """Records survive power loss too, not only the death of a process; each commit then waits for the disk."""
+    keep_days: float = Field(30, gt=0)
+    """So long after the last sign of life of a run, what its rollouts said is deleted; how they ended stays."""
     body_mb: int = Field(64, ge=1)
     """Largest request of an agent."""
     generation_limit_s: float = Field(600, gt=0, allow_inf_nan=False)

@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +21,7 @@ from harnessed.client import Client, create_run, examine_template, register_engi
 from harnessed.config import Config, ConfigError
 from harnessed.controller.check import check as check_controller
 from harnessed.gateway.app import SECRET
-from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.keys import ADMIN, METRICS, Keyring
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import EngineSpec, History, RunSpec, Verdict
 from harnessed.services import Services, bind, url_of
@@ -30,10 +31,13 @@ from harnessed.training.watch import Watch
 ADMIN_KEY_VARIABLE = "HARNESSED_ADMIN_KEY"
 """Holds the admin key of a gateway that the run did not start itself."""
 ADMIN_KEY_FILE = "admin.key"
-"""In the folder of a gateway, as the next two."""
+"""In the folder of a gateway, readable by its owner alone, as the next one."""
 METRICS_KEY_FILE = "metrics.key"
 """For a scraper of `GET /metrics`."""
 URL_FILE = "gateway.url"
+"""Beside them."""
+PATIENCE_S = 300.0
+"""How long a run waits for a gateway or an engine that is away."""
 
 
 def admin_key() -> str:
@@ -42,6 +46,23 @@ def admin_key() -> str:
     if not key:
         raise ConfigError(f"gateway.url names a running gateway: set {ADMIN_KEY_VARIABLE} to its admin key")
     return key
+
+
+def leave_address(folder: Path, url: str) -> Path:
+    """Write down where the gateway of this folder is, and its keys; the file of the admin key."""
+    keyring = Keyring.from_file(folder / SECRET)
+    for name, key in ((ADMIN_KEY_FILE, ADMIN), (METRICS_KEY_FILE, METRICS)):
+        path = folder / name
+        path.touch(mode=0o600)
+        path.write_text(keyring.sign(key), encoding="utf-8")
+    (folder / URL_FILE).write_text(url, encoding="utf-8")
+    return folder / ADMIN_KEY_FILE
+
+
+def hear_interrupts() -> None:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt: a shell starts its background jobs with SIGINT ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 class Run:
@@ -61,13 +82,27 @@ class Run:
         self.gateway: Client
 
     def __enter__(self) -> Self:
-        # Set, not inherited: a shell starts its background jobs with SIGINT ignored.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        hear_interrupts()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._services.stop()
+
+    @property
+    def restarts(self) -> Counter[str]:
+        """How often each service died and was started again."""
+        return self._services.restarts
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Whom deaths and restarts of services are told from now on; called by a thread."""
+        self._services.say = say
+
+    def engine(self) -> Client:
+        """The engine's own routes."""
+        return self._client(self.engine_url, "")
+
+    def _client(self, url: str, key: str) -> Client:
+        return Client(url, key, patience_s=PATIENCE_S, meanwhile=self._services.check)
 
     def start(self, weights: Path | None) -> None:
         """Start the services and make the run known to its gateway; `weights`: what a trainer shares with the engine.
@@ -87,7 +122,7 @@ class Run:
         if not config.controller.external:  # last, so that it ends first and can give back what it holds
             arguments = [*self._arguments, f"gateway.url={self.gateway_url}", *options, "--run-id", self.id]
             self._services.start("controller", arguments)
-        self.gateway = Client(self.gateway_url, admin_key())
+        self.gateway = self._client(self.gateway_url, admin_key())
         policy = config.policy
         run = RunSpec(
             id=self.id,
@@ -96,7 +131,9 @@ class Run:
             history=policy.history,
             side_calls=config.harness.side_calls,
         )
-        self.gateway(create_run(run))
+        # The own one is still starting; a wrong URL of another one is told at once.
+        first = self.gateway if config.gateway.url is None else Client(self.gateway_url, admin_key())
+        first(create_run(run))
         examination = self.gateway(examine_template(self.id))
         template = ChatTemplate(policy.model)
         if template.writes_calls and not template.format.calls:

@@ -29,6 +29,7 @@ from harnessed.gateway.keys import Keyring
 from harnessed.gateway.peers import Peers
 from harnessed.gateway.probes import probe_routes
 from harnessed.gateway.progress import Calls
+from harnessed.gateway.retention import keep_small
 from harnessed.gateway.routes import model_routes
 from harnessed.gateway.status import Board
 from harnessed.gateway.store import Store
@@ -135,8 +136,8 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     readings = Readings(calls, exchange, store, engines, turnstiles, surroundings)
     instruments.registry.register(readings)
     api = Api(store, engines, exchange, peers, keyring, board)
-    beating = asyncio.create_task(peers.run())
-    expiry = asyncio.create_task(_expire(store, exchange))
+    tasks = [peers.run(), _expire(store, exchange), keep_small(store, settings.keep_days)]
+    running = [asyncio.create_task(task) for task in tasks]
     try:
         application = Starlette(
             routes=[
@@ -151,8 +152,8 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
         application.state.turnstiles = turnstiles
         yield application
     finally:
-        expiry.cancel()
-        beating.cancel()
+        for task in running:
+            task.cancel()
         exchange.close()
         await engines.close()
         await peers.leave()

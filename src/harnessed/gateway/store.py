@@ -14,9 +14,11 @@ in `tables.py`.
 import asyncio
 import logging
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -38,6 +40,8 @@ Result = tuple[asyncio.Future[Any] | None, Any, BaseException | None]
 AWAY_LIMIT_S = 60.0
 """How long writes wait for a database that does not answer."""
 AWAY_PAUSE_S = 0.2
+LEAST_FREE_BYTES = 64 << 20
+"""What was admitted can still be answered, and an update of the records begun, with so much."""
 _WRITERS_LOCK = 0x6861726E
 """Any number that nobody else locks."""
 
@@ -69,6 +73,7 @@ class Store:
         """Whether other gateways may use it too."""
         self.trouble = ""
         """Why the last commit failed; empty if it did not."""
+        self._folder = None if self.shared else Path(make_url(url).database or "").parent
         self._engine = _postgresql(url, client) if self.shared else _sqlite(url, power_safe)
         try:
             with self._engine.begin() as connection:
@@ -140,7 +145,7 @@ class Store:
         while True:
             try:
                 done, journalled = self._transact(batch)
-                self.trouble = next((_said(e) for _, _, e in done if isinstance(e, OperationalError)), "")
+                self.trouble = next((_said(e) for _, _, e in done if isinstance(e, OperationalError)), self._no_room())
                 break
             except Exception as error:  # noqa: BLE001  # the commit itself failed (disk full, say): everybody in it has to know
                 away = _is_away(error) and time.monotonic() < deadline
@@ -169,6 +174,12 @@ class Store:
             self._lock(connection)
             done = [(future, *_run_alone(connection, work)) for work, future in batch]
             return done, connection.info.pop("journalled", False)
+
+    def _no_room(self) -> str:
+        """Why nothing more should be written, although it still can."""
+        if self._folder is None or (free := shutil.disk_usage(self._folder).free) > LEAST_FREE_BYTES:
+            return ""
+        return f"only {free >> 20} MB are free where {self._folder} lies: make room, and it goes on"
 
     def _lock(self, connection: Connection) -> None:
         """Until the end of the transaction. SQLite has one writer by itself."""

@@ -23,7 +23,7 @@ from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError, load
 from harnessed.records import TRAINED_OUTCOMES, Purpose, Task
-from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key, leave_address
+from harnessed.run import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, URL_FILE, Run, admin_key, keep_keys
 from harnessed.training.failures import RunFailed
 
 
@@ -208,9 +208,10 @@ def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
     folder = _service_folder(config, arguments)
     listener = _listener(arguments, config.gateway.host, config.gateway.port, "gateway.port")
     url = services.url_of(listener)
-    key_file = leave_address(folder, url)
+    (folder / URL_FILE).write_text(url, encoding="utf-8")
+    keep_keys(folder)
     if not arguments.owner:
-        logs.say(f"gateway on {url}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}")
+        logs.say(f"gateway on {url}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {folder / ADMIN_KEY_FILE}")
     serve(listener, folder, config.gateway)
     return 0
 

@@ -30,14 +30,13 @@ from harnessed.training.watch import Watch
 
 ADMIN_KEY_VARIABLE = "HARNESSED_ADMIN_KEY"
 """Holds the admin key of a gateway that the run did not start itself."""
+PATIENCE_S = 300.0
+"""How long a run waits for a gateway or an engine that is away."""
 ADMIN_KEY_FILE = "admin.key"
-"""In the folder of a gateway, readable by its owner alone, as the next one."""
+"""In the folder of a gateway, as the next two."""
 METRICS_KEY_FILE = "metrics.key"
 """For a scraper of `GET /metrics`."""
 URL_FILE = "gateway.url"
-"""Beside them."""
-PATIENCE_S = 300.0
-"""How long a run waits for a gateway or an engine that is away."""
 
 
 def admin_key() -> str:
@@ -48,15 +47,13 @@ def admin_key() -> str:
     return key
 
 
-def leave_address(folder: Path, url: str) -> Path:
-    """Write down where the gateway of this folder is, and its keys; the file of the admin key."""
+def keep_keys(folder: Path) -> None:
+    """Write the keys of a gateway in this folder into files for its owner alone."""
     keyring = Keyring.from_file(folder / SECRET)
     for name, key in ((ADMIN_KEY_FILE, ADMIN), (METRICS_KEY_FILE, METRICS)):
         path = folder / name
         path.touch(mode=0o600)
         path.write_text(keyring.sign(key), encoding="utf-8")
-    (folder / URL_FILE).write_text(url, encoding="utf-8")
-    return folder / ADMIN_KEY_FILE
 
 
 def hear_interrupts() -> None:

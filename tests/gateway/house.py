@@ -50,8 +50,8 @@ class House:
         application = await self._serve(self._listener, "first")
         self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
-        self.operations = application.state.operations
         self.exchanges = [self.exchange]
+        self.operations = application.state.operations
         self.turnstiles = application.state.turnstiles
         self.url = self.urls[0]
         if self.settings.database:

@@ -176,13 +176,12 @@ class Exchange:
 
     async def stop_lost(self, calls: list[LostCall]) -> None:
         """Let engines end what they generate for a gateway that died."""
-        asked = (self._engines.abandon(each.run, each.rollout, generations(each.call, each.answers)) for each in calls)
+        asked = (self._engines.abandon(each.run, generations(each.call, each.answers)) for each in calls)
         await asyncio.gather(*asked)
 
-    def know_engines(self, engines: list[EngineSpec]) -> None:
+    async def know_engines(self, engines: list[EngineSpec]) -> None:
         """These are registered, by whichever gateway."""
-        for engine in engines:
-            self._engines.register(engine)
+        await self._engines.keep(engines)
 
     def forget_all(self) -> None:
         """Read every attempt from the store again."""
@@ -196,6 +195,7 @@ class Exchange:
     def _forget(self, session: Session) -> None:
         session.ended = True
         self._sessions.pop(session.attempt, None)
+        self._engines.forget(session.attempt[0])
 
     def key(self, scope: Scope) -> Key:
         """Of the attempt that calls. Raises WireError."""
@@ -245,7 +245,7 @@ class Exchange:
         turn = _parse(wire, session, body, at)
         place = session.tree.place(turn.messages, turn.tools)
         proven = session.tree.prove_delivered(place)
-        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+        if self._engines.speaks(session.run) == Dialect.CHAT:
             if turn.prompt is not None:
                 raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
             return turn, place, proven, None, self._chat_length(session, turn, place)

@@ -40,8 +40,13 @@ class Pending:
     """What it waits for."""
 
     @property
+    def failed(self) -> bool:
+        """It is about to be dropped: nobody can get its answers."""
+        return self.answers.done() and (self.answers.cancelled() or self.answers.exception() is not None)
+
+    @property
     def delivered(self) -> bool:
-        return self.answers.done() and all(node.delivered for node in self.answers.result())
+        return self.answers.done() and not self.failed and all(node.delivered for node in self.answers.result())
 
 
 @dataclass(slots=True)
@@ -127,7 +132,8 @@ class Session:
         A call whose client was seen to leave comes first; one that a client still seems to wait for, or has got as far
         as can be seen from here, is only taken by a request that says that it is a retry.
         """
-        same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
+        asked = [pending for pending in self.pending.get(place.prompt, []) if not pending.failed]
+        same = [pending for pending in asked if pending.wanted == turn.wanted]
         left = [pending for pending in same if not pending.waiting]
         for pending in left or (same if retry_count > 0 else []):
             pending.waiting += 1

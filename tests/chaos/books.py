@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-from crew import ATTEMPTS, CALLS, Crew
+from crew import ATTEMPTS, CALLS, Story
 from logging_engine import Sampled
 from supervisor import Kill
 from talkers import stored
@@ -22,7 +22,10 @@ ON_THE_WAY_S = 0.5
 
 @dataclass
 class Books:
-    crew: Crew
+    stories: dict[str, Story]
+    """By attempt."""
+    given_back: list[str]
+    """Attempts that nobody played."""
     transcripts: list[Transcript]
     totals: Totals
     sampled: list[Sampled]
@@ -32,7 +35,7 @@ class Books:
     def check(self) -> str:
         """All of it; what to tell a person."""
         samples = [build(transcript) for transcript in self.transcripts]
-        assert len(samples) == len(self.crew.stories) == ATTEMPTS
+        assert len(samples) == len(self.stories) == ATTEMPTS
         fates: Counter[Fate] = Counter()
         for transcript, sample in zip(self.transcripts, samples, strict=True):
             assert (transcript.rollout.outcome, transcript.rollout.reason) == (Outcome.OK, "")
@@ -43,13 +46,14 @@ class Books:
         assert fates.total() == self.totals.sampled_tokens
         assert set(fates) <= FATES
         self.check_once()
+        self.check_calls()
         lost = self.check_lost()
-        stories = self.crew.stories.values()
-        counts = Counter(kill.service.name for kill in self.kills)
+        stories = self.stories.values()
+        counts = Counter(kill.name for kill in self.kills)
         return (
             f"{len(self.kills)} kills {dict(counts)}; {sum(len(story.heard) for story in stories)} answers, "
             f"{sum(story.streamed for story in stories)} streamed, {sum(len(story.repeats) for story in stories)} "
-            f"asked for again by callers; {len(self.crew.given_back)} attempts given back; "
+            f"asked for again by callers; {len(self.given_back)} attempts given back; "
             f"{ {str(fate): count for fate, count in fates.items()} }, lost {lost}; {self.totals}"
         )
 
@@ -57,7 +61,7 @@ class Books:
         """What its client heard is what is stored, one after the other, and nothing else was delivered."""
         attempt = transcript.attempts[-1]
         name = f"{transcript.rollout.id}/{attempt.number}"
-        story, by_call = self.crew.stories[name], {node.call: node for node in attempt.nodes}
+        story, by_call = self.stories[name], {node.call: node for node in attempt.nodes}
         assert len(story.heard) == CALLS
         followed = 0
         for heard in story.heard:
@@ -103,12 +107,17 @@ class Books:
         assert len(calls) <= self.totals.lost
         return lost
 
+    def check_calls(self) -> None:
+        """Every call that was admitted is answered, interrupted or lost."""
+        answered = {node.call for node in self.nodes() if node.finish != "interrupted"}
+        assert self.totals.calls == len(answered) + self.totals.interrupted + self.totals.lost
+
     def nodes(self):
         return [node for each in self.transcripts for attempt in each.attempts for node in attempt.nodes]
 
     def killed_around(self, begin: float, end: float, name: str) -> bool:
         """Whether a service of that name was killed between two moments, or soon after."""
-        moments = (kill.at for kill in self.kills if kill.service.name.startswith(name))
+        moments = (kill.at for kill in self.kills if kill.name.startswith(name))
         return any(begin - ON_THE_WAY_S <= at <= end + COMMIT_S for at in moments)
 
 

@@ -61,6 +61,7 @@ class Crew:
         """By `rollout/attempt`."""
         self.given_back: list[str] = []
         """Attempts that nobody played."""
+        self.renewed: list[float] = []
 
     async def work(self) -> None:
         """Returns when every rollout is played. Raises what a talker cannot stand."""
@@ -124,6 +125,7 @@ class Crew:
         while True:
             await asyncio.sleep(RENEW_S)
             ours = await self.insist(lambda: renew(OWNER))
+            self.renewed.append(time.monotonic())
             unknown = {name for name in ours if name not in self.stories}
             for name in unknown & absent:
                 rollout, _, attempt = name.rpartition("/")

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,10 +31,12 @@ from harnessed.services import die_with
 
 BEGIN = ids("<|im_start|>assistant\n")
 TOOLS = ids("<|im_start|>tools\n")
+CALL = b'{"what":"call"'
+"""How the line of a call begins."""
 VARIANTS = 3
-BURST = 6
+BURST = 10
 """Tokens that are given together."""
-PACE_S = 0.06
+PACE_S = 0.1
 """Between two bursts."""
 
 
@@ -60,16 +63,15 @@ class Sampled:
 def read(log: Path) -> list[Sampled]:
     """All calls in the order of arrival."""
     calls: list[Sampled] = []
-    for line in log.read_bytes().split(b"\n"):
-        with suppress(orjson.JSONDecodeError):  # its writer was killed: nothing was given for it
-            entry = orjson.loads(line)
-            match entry.pop("what"):
-                case "call":
-                    calls.append(Sampled(**entry))
-                case "tokens":
-                    calls[entry["call"] - 1].given = entry["given"]
-                case "end":
-                    calls[entry["call"] - 1].ended = entry["at"]
+    for line in log.read_bytes().split(b"\n")[:-1]:
+        entry = orjson.loads(line)
+        match entry.pop("what"):
+            case "call":
+                calls.append(Sampled(**entry))
+            case "tokens":
+                calls[entry["call"] - 1].given = entry["given"]
+            case "end":
+                calls[entry["call"] - 1].ended = entry["at"]
     return calls
 
 
@@ -83,8 +85,8 @@ def plan(prompt: list[int], random: Random) -> list[int]:
 
 def variant(said: list[int], number: int) -> list[int]:
     """One of the answers to a conversation: a text, perhaps after a thought, perhaps with calls of a tool."""
-    random = Random(hashlib.blake2b(bytes(str(said), "ascii"), digest_size=8).digest() + bytes([number]))
-    words = [random.choice(["so", "é", "  two", "\n", "☃", "<b", "done."]) for _ in range(random.randint(3, 25))]
+    random = Random(hashlib.blake2b(array("i", said), digest_size=8, salt=bytes([number])).digest())
+    words = [random.choice(["so", "é", "  two", "\n", "☃", "<b", "done."]) for _ in range(random.randint(3, 20))]
     told = f"{'ABC'[number]} {' '.join(words)}."
     if random.random() < 0.5:
         told = f"<think>\n{'Hm, Oh, Ah,'.split()[number]} so.\n</think>\n\n{told}"
@@ -176,9 +178,10 @@ class Lines(Response):
 def main(listener: int, log: Path, owner: int) -> None:
     die_with(owner)
     log.touch()
-    # What a killed engine has not written to the end is no line.
-    os.truncate(log, log.read_bytes().rfind(b"\n") + 1)
-    engine = LoggingEngine(os.open(log, os.O_WRONLY | os.O_APPEND), len(read(log)))
+    written = log.read_bytes()
+    written = written[: written.rfind(b"\n") + 1]
+    os.truncate(log, len(written))  # what a killed engine has not written to the end is no line
+    engine = LoggingEngine(os.open(log, os.O_WRONLY | os.O_APPEND), written.count(CALL))
     routes = [
         Route("/generate", engine.generate, methods=["POST"]),
         Route("/interrupt", engine.interrupt, methods=["POST"]),

@@ -87,6 +87,8 @@ class Talker:
         self.connections = connections
         self.key = key
         self.history: list[Any] = []
+        self.clients: dict[str, Any] = {}
+        """By URL."""
 
     async def ask(self, url: str, said: list[Any], *, streams: bool) -> Heard:
         raise NotImplementedError
@@ -98,7 +100,12 @@ class Talker:
         """Of the calls of the last answer."""
         raise NotImplementedError
 
-    def openai(self, url: str) -> openai.AsyncOpenAI:
+    def client(self, url: str) -> Any:
+        if url not in self.clients:
+            self.clients[url] = self.make(url)
+        return self.clients[url]
+
+    def make(self, url: str) -> Any:
         return openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key=self.key, max_retries=RETRIES, http_client=self.connections.openai
         )
@@ -109,10 +116,10 @@ class Chat(Talker):
         tools: Any = [{"type": "function", "function": TOLD | {"parameters": LOOK}}]
         asked: Any = {"model": "m", "messages": self.history + said, "tools": tools}
         if streams:
-            async with self.openai(url).chat.completions.stream(**asked) as stream:
+            async with self.client(url).chat.completions.stream(**asked) as stream:
                 completion: Any = await stream.get_final_completion()
         else:
-            completion = await self.openai(url).chat.completions.create(**asked)
+            completion = await self.client(url).chat.completions.create(**asked)
         choice = completion.choices[0]
         if choice.finish_reason is None:
             raise Cut
@@ -136,7 +143,7 @@ class Completions(Talker):
 
     async def ask(self, url: str, said: list[Any], *, streams: bool) -> Heard:
         prompt = "".join(self.history + said)
-        asked = await self.openai(url).completions.create(model="m", prompt=prompt, max_tokens=900, stream=streams)
+        asked = await self.client(url).completions.create(model="m", prompt=prompt, max_tokens=900, stream=streams)
         if streams:
             text, finish, call = "", None, ""
             async for chunk in asked:
@@ -164,8 +171,8 @@ class Responses(Talker):
     async def response(self, url: str, *, streams: bool, **asked: Any) -> Any:
         asked |= {"model": "m", "tools": [{"type": "function", "strict": False, "parameters": LOOK} | TOLD]}
         if not streams:
-            return await self.openai(url).responses.create(**asked)
-        async with self.openai(url).responses.stream(**asked) as stream:
+            return await self.client(url).responses.create(**asked)
+        async with self.client(url).responses.stream(**asked) as stream:
             async for event in stream:
                 if event.type == "response.completed":
                     return event.response
@@ -198,16 +205,13 @@ class ResponsesById(Responses):
 
 class Messages(Talker):
     async def ask(self, url: str, said: list[Any], *, streams: bool) -> Heard:
-        client = anthropic.AsyncAnthropic(
-            base_url=url, auth_token=self.key, max_retries=RETRIES, http_client=self.connections.anthropic
-        )
         tools: Any = [TOLD | {"input_schema": LOOK}]
         asked: Any = {"model": "m", "max_tokens": 900, "messages": self.history + said, "tools": tools}
         if streams:
-            async with client.messages.stream(**asked) as stream:
+            async with self.client(url).messages.stream(**asked) as stream:
                 message: Any = await stream.get_final_message()
         else:
-            message = await client.messages.create(**asked)
+            message = await self.client(url).messages.create(**asked)
         if message.stop_reason is None:
             raise Cut
         self.history += [*said, {"role": "assistant", "content": message.content}]
@@ -220,6 +224,11 @@ class Messages(Talker):
             [call.id for call in calls],
         )
 
+    def make(self, url: str) -> Any:
+        return anthropic.AsyncAnthropic(
+            base_url=url, auth_token=self.key, max_retries=RETRIES, http_client=self.connections.anthropic
+        )
+
     def results(self, ids: list[str]) -> list[Any]:
         content = [{"type": "tool_result", "tool_use_id": id, "content": RESULT} for id in ids]
         return [{"role": "user", "content": content}]
@@ -227,12 +236,7 @@ class Messages(Talker):
 
 class Gemini(Talker):
     async def ask(self, url: str, said: list[Any], *, streams: bool) -> Heard:
-        # It waits a second and more before its first retry, if it is not told otherwise.
-        retries = types.HttpRetryOptions(attempts=RETRIES + 1, initial_delay=0.5, max_delay=8)
-        options = types.HttpOptions(
-            base_url=url, httpx_async_client=self.connections.google, retry_options=retries, timeout=TIMEOUT_S * 1000
-        )
-        models = genai.Client(api_key=self.key, http_options=options).aio.models
+        models = self.client(url).aio.models
         declared = TOLD | {"parameters": {"type": "OBJECT", "properties": {"at": {"type": "STRING"}}}}
         config = {
             "tools": [types.Tool(function_declarations=[types.FunctionDeclaration(**declared)])],
@@ -256,6 +260,14 @@ class Gemini(Talker):
             [call.id for call in calls],
         )
 
+    def make(self, url: str) -> Any:
+        # It waits a second and more before its first retry, if it is not told otherwise.
+        retries = types.HttpRetryOptions(attempts=RETRIES + 1, initial_delay=0.5, max_delay=8)
+        options = types.HttpOptions(
+            base_url=url, httpx_async_client=self.connections.google, retry_options=retries, timeout=TIMEOUT_S * 1000
+        )
+        return genai.Client(api_key=self.key, http_options=options)
+
     def user(self, text: str) -> list[Any]:
         return [types.Content(role="user", parts=[types.Part(text=text)])]
 
@@ -275,4 +287,5 @@ def joined(parts: list[Any]) -> list[Any]:
     return whole
 
 
-TALKERS = (Chat, Completions, Responses, ResponsesById, Messages, Gemini)
+TALKERS = (Chat, Messages, Gemini, Responses, Chat, Messages, Completions, ResponsesById)
+"""Responses with its history costs an SDK the most by far."""

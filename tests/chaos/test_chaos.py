@@ -1,18 +1,22 @@
 """2,000 calls of 100 attempts by real SDKs, while gateways and the engine are killed with -9 at random moments.
 
-CHAOS_SEED chooses the moments, what is killed, and what is said; it is printed with every failure.
+`make chaos`. CHAOS_SEED chooses the moments, what is killed, and what is said; a failure prints it, with the moments.
 """
 
 import asyncio
 import itertools
 import os
+import pickle
 import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
 
+import logging_engine
 import pytest
 import yaml
 from books import Books
-from crew import ATTEMPTS, LIMIT_S, Crew
-from logging_engine import read
+from crew import ATTEMPTS, Crew
 from policies import CALLING, make_policy
 from supervisor import Service, faults, kill_all, schedule
 from talkers import Connections
@@ -34,87 +38,81 @@ KILLS = 20
 GROUPS = 20
 
 
-def make_config(folder):
+def make_services(folder: Path, gateways: list[str], **settings: object) -> dict[str, Service]:
+    """Gateways of these names with a folder in common, and their engine."""
     config = {
         "policy": {"model": str(make_policy(folder / "policy", CALLING))},
         "run": {"name": "chaos", "folder": str(folder / "run")},
-        "gateway": {"generation_limit_s": 60},
+        "gateway": {"generation_limit_s": 60} | settings,
         "tasks": {"train": "t.jsonl", "held_out": "t.jsonl", "hidden": ["word"]},
         "harness": {"kind": "python", "function": "agent:run"},
         "evaluator": {"function": "agent:judge"},
     }
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
-
-
-def make_services(folder):
-    config, engine = make_config(folder), ["-u", str(__file__).replace("test_chaos", "logging_engine")]
-    gateway = ["-m", "harnessed", "gateway", str(config), "--listener", "{listener}", "--owner", "{owner}"]
-    gateway += ["--folder", str(folder / "run")]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "run").mkdir()
-    return [
-        Service("gateway", gateway, folder / "gateway.log"),
-        Service("engine", [*engine, "{listener}", str(folder / "sampled.log"), "{owner}"], folder / "engine.log"),
-    ]
+    gateway = ["-m", "harnessed", "gateway", str(folder / "config.yaml"), "--listener", "{listener}"]
+    commands = dict.fromkeys(gateways, [*gateway, "--owner", "{owner}"])
+    commands["engine"] = [logging_engine.__file__, "{listener}", str(folder / "sampled.log"), "{owner}"]
+    return {name: Service(name, command, folder / f"{name}.log") for name, command in commands.items()}
 
 
-async def insist(client, call):
-    """A gateway that is still starting is waited for by its socket."""
+async def make_run(admin: AsyncClient, folder: Path, engine: Service) -> None:
+    limits = Limits(context=20_000)
+    await insist(admin, create_run(RunSpec(id="r", policy=str(folder / "policy"), limits=limits)))
+    await insist(admin, register_engine(EngineSpec(id="e", url=engine.url, run="r")))
+    spec = GroupSpec(id="g", run="r", task={}, n=ATTEMPTS // GROUPS, sampling=Sampling(max_tokens=900))
+    await insist(admin, create_groups([replace_id(spec, f"g{number}") for number in range(GROUPS)]))
+
+
+def replace_id(spec: GroupSpec, id: str) -> GroupSpec:
+    return spec.model_copy(update={"id": id})
+
+
+async def insist(client: AsyncClient, call):
+    """A gateway that is killed meanwhile is asked again."""
     for _ in range(100):
         try:
             return await client(call)
         except Unreachable:
             await asyncio.sleep(0.1)
-    raise TimeoutError("no gateway came up")
+    raise TimeoutError("no gateway answered")
 
 
-async def make_run(admin, folder, engine):
-    limits = Limits(context=20_000)
-    await insist(admin, create_run(RunSpec(id="r", policy=str(folder / "policy"), limits=limits)))
-    await insist(admin, register_engine(EngineSpec(id="e", url=engine.url, run="r")))
-    spec = {"run": "r", "task": {}, "n": ATTEMPTS // GROUPS, "sampling": Sampling(max_tokens=900)}
-    await insist(admin, create_groups([GroupSpec(id=f"g{number}", **spec) for number in range(GROUPS)]))
-
-
-async def test_whatever_is_killed_no_token_is_lost_from_the_books(tmp_path):
-    *gateways, engine = services = make_services(tmp_path)
-    running = [asyncio.create_task(service.run()) for service in services]
-    key = Keyring.from_file(tmp_path / "run" / "gateway.secret").sign(ADMIN)
-    kills, killing = [], None
+async def play(folder: Path, services: dict[str, Service], gateways: list[str]) -> None:
+    """All of it; then the books."""
+    running = [asyncio.create_task(service.run()) for service in services.values()]
+    key, kills = Keyring.from_file(folder / "run" / "gateway.secret").sign(ADMIN), []
+    begin = time.monotonic()
     try:
-        async with Connections() as connections:
-            admins = [AsyncClient(gateway.url, key) for gateway in gateways]
-            await make_run(admins[0], tmp_path, engine)
+        async with AsyncExitStack() as stack:
+            connections = await stack.enter_async_context(Connections())
+            admins = [await stack.enter_async_context(AsyncClient(services[name].url, key)) for name in gateways]
+            await make_run(admins[0], folder, services["engine"])
             begin = time.monotonic()
-            last = next(itertools.islice(schedule(services, SEED), KILLS - 1, None))
-            crew = Crew("r", admins, connections, SEED, last.after_s + 1)
-            killing = asyncio.create_task(kill_all(schedule(services, SEED), begin, kills))
+            last = next(itertools.islice(schedule(list(services), SEED), KILLS - 1, None))
+            crew = Crew("r", admins, connections, SEED, last.after_s)
+            killing = asyncio.create_task(kill_all(schedule(list(services), SEED), services, begin, kills))
             await crew.work()
             killing.cancel()
-            transcripts = [
-                transcript
-                for number in range(GROUPS)
-                for transcript in await insist(admins[0], get_transcripts(f"g{number}"))
-            ]
+            asked = [await insist(admins[0], get_transcripts(f"g{number}")) for number in range(GROUPS)]
             totals = await insist(admins[0], get_totals("r"))
-            for admin in admins:
-                await admin.__aexit__()
-        books = Books(crew, transcripts, totals, read(tmp_path / "sampled.log"), kills)
-        import pickle
-        for kill in kills:
-            kill.service.process = kill.service.listener = None
-        crew.connections = crew.admins = crew.urls = None
+        transcripts = list(itertools.chain(*asked))
+        books = Books(crew.stories, crew.given_back, transcripts, totals, logging_engine.read(folder / "sampled.log"), kills)
         with open(os.environ.get("BOOKS", "/tmp/h7_books.pickle"), "wb") as f:
             pickle.dump((books, begin), f)
         told = books.check()
+        assert [faults(service, kills) for service in services.values()] == [""] * len(services)
         assert len(kills) >= KILLS
-        for service in services:
-            assert not faults(service, kills)
-        print(f"seed {SEED}, {time.monotonic() - begin:.0f} s: {told}")
+        print(f"{time.monotonic() - begin:.0f} s: {told}")
     finally:
-        moments = [(round(kill.at - begin, 3), kill.service.name) for kill in kills]
-        print(f"CHAOS_SEED={SEED} killed {moments}")
-        for task in (killing, *running):
-            task and task.cancel()
+        print(f"CHAOS_SEED={SEED} killed {[(round(kill.at - begin, 3), kill.name) for kill in kills]}")
+        killing.cancel()
+        print("RENEWED", [round(at - begin, 1) for at in crew.renewed], crew.given_back)
+        for task in running:
+            task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_one_gateway_on_sqlite(tmp_path):
+    gateways = ["gateway"]
+    await play(tmp_path, make_services(tmp_path, gateways), gateways)

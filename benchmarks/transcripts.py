@@ -135,13 +135,17 @@ def _context(nodes: list[Node], turns: int) -> list[int]:
 async def stored(template: ChatTemplate, folder: Path) -> list[Figure]:
     nodes, _, received = conversation(template, 50, 64_000)
     database = folder / "gateway.db"
-    store = Store(database)
+    store = Store(f"sqlite:///{database}")
     await store.write(lambda c: lifecycle.create_run(c, RunSpec(id="r", policy="p"), 0.0))
     await store.write(lambda c: lifecycle.create_groups(c, [GroupSpec(id="g", run="r", task={}, n=1)], 0.0))
     await store.write(lambda c: lifecycle.claim(c, "r", "me", 1, 1, 0.0))
     empty = _size(database)
     for node in nodes:
-        await store.write(lambda c, n=node: recording.admit(c, ("g.0", 1), n.call, Turn([], [], "m"), 0.0))
+        await store.write(
+            lambda c, n=node: recording.admit(
+                c, ("g.0", 1), recording.Admitted(n.call, "", b"", 0, 0.0), Turn([], [], "m")
+            )
+        )
         await store.write(lambda c, n=node: recording.record_answers(c, ("g.0", 1), [n], [], {}, 0.0))
     read = []
     for _ in range(5):

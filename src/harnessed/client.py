@@ -22,6 +22,7 @@ from pydantic import BaseModel, TypeAdapter
 from harnessed.records import (
     Assignment,
     Change,
+    CloseMode,
     Ending,
     Engine,
     EngineSpec,
@@ -34,6 +35,7 @@ from harnessed.records import (
     RunSpec,
     Totals,
     Transcript,
+    Turnstile,
 )
 
 T = TypeVar("T")
@@ -158,6 +160,26 @@ def examine_template(run: str) -> Call[Examination]:
     return Call("GET", f"/api/runs/{run}/template", _json(Examination))
 
 
+def close_turnstile(run: str, owner: str, mode: CloseMode, lease_s: float = 30, drain_s: float = 60) -> Call[Turnstile]:
+    """Hold the calls of a run from now on; returns when nothing is generated for it any more (`closed`), or after
+    drain_s (`closing`). The owner renews within lease_s, and opens."""
+    body = {"owner": owner, "mode": mode, "lease_s": lease_s, "drain_s": drain_s}
+    return Call("POST", f"/api/runs/{run}/turnstile/close", _json(Turnstile), body, timeout_s=drain_s + 30)
+
+
+def renew_turnstile(run: str, owner: str) -> Call[Turnstile]:
+    return Call("POST", f"/api/runs/{run}/turnstile/renew", _json(Turnstile), {"owner": owner})
+
+
+def open_turnstile(run: str, owner: str) -> Call[Turnstile]:
+    """Let the held calls go on. One that is open stays open."""
+    return Call("POST", f"/api/runs/{run}/turnstile/open", _json(Turnstile), {"owner": owner})
+
+
+def get_turnstile(run: str) -> Call[Turnstile]:
+    return Call("GET", f"/api/runs/{run}/turnstile", _json(Turnstile))
+
+
 def register_engine(engine: EngineSpec) -> Call[Engine]:
     """Serve a run's policy from this engine from the next call on; the same id replaces at once."""
     return Call("POST", "/api/engines", _json(Engine), _dump(engine))
@@ -227,6 +249,11 @@ def claim(run: str, owner: str, most: int, attempts: int, wait_s: float = 0) -> 
 def renew(owner: str) -> Call[list[str]]:
     """Prolong the owner's leases. Returns its live attempts, as `rollout/attempt`; what is missing must be stopped."""
     return Call("POST", "/api/attempts/renew", _json(list[str]), {"owner": owner})
+
+
+def get_held_seconds(rollout: str, attempt: int) -> Call[float]:
+    """For how long the turnstile of its run has been closed since an attempt started: its time limit grows by this."""
+    return Call("GET", f"/api/rollouts/{rollout}/attempts/{attempt}/held", _json(float))
 
 
 def end_attempt(rollout: str, attempt: int, ending: Ending, attempts: int) -> Call[Rollout]:

@@ -153,8 +153,14 @@ class Gateway(Settings):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""
+    database: Annotated[str, Field(pattern="^postgresql://")] | None = None
+    """A PostgreSQL database for the records, `postgresql://user@host/name`: several gateways may share it, and work as
+    one then. They need the same `gateway.secret` in their folders. None: an SQLite file in the gateway's folder. A
+    password is best left to ~/.pgpass."""
     power_safe: bool = False
     """Records survive power loss too, not only the death of a process; each commit then waits for the disk."""
+    keep_days: float = Field(30, gt=0)
+    """So long after the last sign of life of a run, what its rollouts said is deleted; how they ended stays."""
     body_mb: int = Field(64, ge=1)
     """Largest request of an agent."""
     generation_limit_s: float = Field(600, gt=0, allow_inf_nan=False)

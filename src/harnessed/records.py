@@ -339,6 +339,63 @@ class Change(Record):
     """Of a rollout: its state, or its outcome once finished. Of a group: `complete`."""
 
 
+class CloseMode(StrEnum):
+    """What becomes of running generations when a turnstile closes."""
+
+    FINISH = "finish"
+    """They run to their end."""
+    INTERRUPT = "interrupt"
+    """They stop, and go on from their tokens when it opens. Those of engines that cannot stop run to their end."""
+
+
+class TurnstileState(StrEnum):
+    OPEN = "open"
+    CLOSING = "closing"
+    """New generations wait, and some that began before still run."""
+    CLOSED = "closed"
+
+
+class CallState(StrEnum):
+    """State of a call in the store."""
+
+    ADMITTED = "admitted"
+    ANSWERED = "answered"
+    LEFT = "left"
+    """Answered, and its client had gone away before it got the last byte."""
+    INTERRUPTED = "interrupted"
+    """Its client went away before its answer: what was sampled for it is kept."""
+    FAILED = "failed"
+    LOST = "lost"
+    """Its gateway died before it was answered."""
+
+
+class Turnstile(Record):
+    """Where the calls of a run wait while its policy is updated."""
+
+    run: str
+    state: TurnstileState = TurnstileState.OPEN
+    owner: str = ""
+    """Who has closed it, and alone may open it."""
+    mode: CloseMode = CloseMode.FINISH
+    since: float | None = None
+    """When it was closed; names the closing."""
+    lease_until: float | None = None
+    """If the owner has not renewed by then, it is gone: another one may take the closing over, and some time later the
+    gateway opens."""
+    in_flight: int = 0
+    """Generations that run at the gateway that answers."""
+
+
+class Closing(Record):
+    """The request to close a turnstile."""
+
+    owner: str = Field(min_length=1)
+    mode: CloseMode = CloseMode.FINISH
+    lease_s: float = Field(30, gt=0, le=3600)
+    drain_s: float = Field(60, ge=0, le=600)
+    """Longest wait for running generations; the answer comes when none is left, or then."""
+
+
 class EngineSpec(Record):
     """An inference server of a policy."""
 

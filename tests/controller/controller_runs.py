@@ -38,9 +38,14 @@ class Running:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.wake = asyncio.Event()
-        self.runner = LocalRunner(config, gateway.url, root, self.wake)
+        self.held: dict[str, float] = {}
+        """Rollout -> seconds for which its calls were held."""
+        self.runner = LocalRunner(config, gateway.url, root, self.wake, self._held)
         self.do(self.runner.open())
         self.count = 0
+
+    async def _held(self, assignment: Assignment) -> float:
+        return self.held.get(assignment.rollout, 0.0)
 
     def do(self, work: Any, limit_s: float = 60) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(limit_s)

@@ -10,12 +10,15 @@ import pytest
 from listening import listen
 from policies import make_policy
 from scripted_engine import ScriptedEngine
+from sqlalchemy import select
 from texts import answer
 
 from harnessed.client import AsyncClient, claim, create_groups, create_run, get_transcripts, register_engine
 from harnessed.config import Gateway
+from harnessed.gateway import peers
 from harnessed.gateway.app import Server, gateway
 from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.tables import gateways
 from harnessed.records import Assignment, Dialect, EngineSpec, GroupSpec, History, Limits, RunSpec, Sampling
 
 
@@ -34,24 +37,35 @@ class House:
         """Takes effect with the next start."""
         self.world = ""
         """What a test has made of it, for all of its examples."""
-        self._listener = listen()
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener, self._other_listener = listen(), listen()
+        self.urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (self._listener, self._other_listener)]
+        """Of the gateways; there are two if the settings name a database."""
+        self.url = self.urls[0]
+        """Which of them clients are made for."""
         self.keys = Keyring.from_file(folder / "gateway.secret")
         self.admin = AsyncClient(self.url, self.keys.sign(ADMIN))
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        application = await self._stack.enter_async_context(gateway(self.folder, self.settings))
+        application = await self._serve(self._listener, "first")
         self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
+        self.turnstiles = application.state.turnstiles
+        self.url = self.urls[0]
+        if self.settings.database:
+            await self._serve(self._other_listener, "second")
+
+    async def _serve(self, listener, name):
+        application = await self._stack.enter_async_context(gateway(self.folder, self.settings, name))
         server = Server(application)
-        serving = asyncio.create_task(server.serve(sockets=[self._listener.dup()]))
+        serving = asyncio.create_task(server.serve(sockets=[listener.dup()]))
 
         async def stop() -> None:
             server.end()
             await serving
 
         self._stack.push_async_callback(stop)
+        return application
 
     async def stop(self) -> None:
         await self._stack.aclose()
@@ -61,6 +75,15 @@ class House:
         await self.stop()
         self._stack = contextlib.AsyncExitStack()
         await self.start()
+
+    async def bury(self, name: str) -> None:
+        """As the others do with a gateway that they take for dead."""
+
+        def work(connection):
+            ids = connection.execute(select(gateways.c.id).where(gateways.c.name == name)).scalars().all()
+            peers._bury(connection, ids)
+
+        await self.store.write(work)
 
     async def make_run(self, history=History.EXACT, speaks=Dialect.TOKENS, **limits) -> None:
         limits = Limits(**{"context": 2000} | limits)
@@ -102,11 +125,12 @@ class House:
         return transcripts[index].attempts[-1].nodes
 
 
-@pytest.fixture
-async def house(tmp_path) -> AsyncIterator[House]:
+@contextlib.asynccontextmanager
+async def open_house(tmp_path, **settings) -> AsyncIterator[House]:
     policy = make_policy(tmp_path / "policy")
     with ScriptedEngine(lambda prompt, call: answer(f"answer {call}"), policy=policy) as engine:
         house = House(tmp_path, policy, engine)
+        house.settings = house.settings.model_copy(update=settings)
         async with house.http, house.anthropic_http, house.admin:
             await house.start()
             try:
@@ -114,3 +138,9 @@ async def house(tmp_path) -> AsyncIterator[House]:
                 yield house
             finally:
                 await house.stop()
+
+
+@pytest.fixture
+async def house(tmp_path) -> AsyncIterator[House]:
+    async with open_house(tmp_path) as house:
+        yield house

@@ -102,7 +102,7 @@ async def test_unknown_fields_and_any_model_are_served_and_recorded(house, path)
 async def asked(house):
     from sqlalchemy import select
 
-    from harnessed.gateway.store import calls
+    from harnessed.gateway.tables import calls
 
     return await house.store.read(lambda connection: [row[0] for row in connection.execute(select(calls.c.asked))])
 

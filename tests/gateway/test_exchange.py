@@ -25,7 +25,7 @@ from harnessed.client import (
     get_transcripts,
     post_reward,
 )
-from harnessed.gateway import api, delivery, exchange, lifecycle, sampling, session
+from harnessed.gateway import api, catchup, delivery, exchange, lifecycle, sampling
 from harnessed.gateway.keys import Key, Scope
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import WireError
@@ -677,7 +677,7 @@ async def test_a_template_that_raises_whatever_it_likes_refuses_the_request(hous
 async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused(house, monkeypatch):
     """The attempt was read from the store while it lived; when the reading is done it has ended."""
     (attempt,) = await house.attempts()
-    load, reading, cancelled = session.load_attempt, asyncio.Event(), asyncio.Event()
+    load, reading, cancelled = catchup.load_attempt, asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def slow(connection, id):
@@ -686,7 +686,7 @@ async def test_a_first_call_that_comes_while_its_rollout_is_cancelled_is_refused
         asyncio.run_coroutine_threadsafe(cancelled.wait(), loop).result(10)
         return known
 
-    monkeypatch.setattr(session, "load_attempt", slow)
+    monkeypatch.setattr(catchup, "load_attempt", slow)
     asking = asyncio.create_task(say(house, attempt.key, [USER]))
     await reading.wait()
     await house.admin(cancel_group("g"))

@@ -150,7 +150,7 @@ async def run(config, house, tmp_path):
     tasks = [{"prompt": f"Write the word {word} into out.txt.", "word": word} for word in WORDS]
     specs = [GroupSpec(id=task["word"], run="r", task=task, n=1, sampling=config.sampling) for task in tasks]
     await house.admin(create_groups(specs))
-    runner = LocalRunner(config, house.url, tmp_path / "attempts", asyncio.Event())
+    runner = LocalRunner(config, house.url, tmp_path / "attempts", asyncio.Event(), lambda _: asyncio.sleep(0, 0.0))
     await runner.open()
     try:
         assignments = await house.admin(claim("r", "controller", 2, 3))

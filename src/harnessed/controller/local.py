@@ -7,7 +7,7 @@ started, the evaluator on a copy, the folder kept or removed.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +29,18 @@ _MEGABYTE = 1 << 20
 
 
 class LocalRunner:
-    def __init__(self, config: Config, gateway: str, root: Path, wake: asyncio.Event) -> None:
-        """`root` holds the attempts' folders; `gateway` is the URL that agents call."""
+    def __init__(
+        self,
+        config: Config,
+        gateway: str,
+        root: Path,
+        wake: asyncio.Event,
+        held: Callable[[Assignment], Awaitable[float]],
+    ) -> None:
+        """`root` holds the attempts' folders; `gateway` is the URL that agents call; `held` says for how many seconds
+        an attempt's calls were held, which do not count to its time limit."""
         self._config = config
+        self._held = held
         self._gateway = gateway.rstrip("/")
         self._root = root
         self._wake = wake
@@ -121,7 +130,8 @@ class LocalRunner:
             command=what.command,
         )
         limit_s = self._config.controller.time_limit_s
-        ending = describe(await self._harness.run(order, limit_s), limit_s, folders.last_line(folder.log))
+        exit_ = await self._harness.run(order, limit_s, lambda: self._held(assignment))
+        ending = describe(exit_, limit_s, folders.last_line(folder.log))
         # The agent may have written its key into the log.
         ending.reason = ending.reason.replace(assignment.key, "***")
         if ending.outcome not in TRAINED_OUTCOMES:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harnessed.client import ApiError, AsyncClient, Call, Unreachable, claim, end_attempt, renew
+from harnessed.client import ApiError, AsyncClient, Call, Unreachable, claim, end_attempt, get_held_seconds, renew
 from harnessed.config import Config
 from harnessed.controller.local import LocalRunner
 from harnessed.controller.runner import Ended, Runner
@@ -34,6 +34,8 @@ RENEW_S = 5.0
 CLAIM_WAIT_S = 20.0
 _RETRY_S = (0.1, 2.0)
 """First and longest pause before asking a gateway again that did not answer."""
+_HELD_LIMIT_S = 60.0
+"""How long the gateway is asked whether an attempt that has reached its time limit was held."""
 _FAREWELL_S = 3.0
 """How long a controller that was told to end tries to report what it stopped."""
 
@@ -95,7 +97,7 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    runner = LocalRunner(config, client.url, folder, wake)
+    runner = LocalRunner(config, client.url, folder, wake, lambda assignment: _held_seconds(client, assignment))
     opening = asyncio.create_task(runner.open())
     ending = asyncio.create_task(stopping.wait())
     try:
@@ -110,6 +112,40 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
         await runner.close()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def insist(client: AsyncClient, request: Call[T]) -> T:
+    """Ask the gateway until it answers. Raises ApiError if it refuses."""
+    pause, longest = _RETRY_S
+    silent = False
+    while True:
+        try:
+            answer = await client(request)
+        except Unreachable as error:
+            problem = str(error)
+        except ApiError as error:
+            if error.status < 500 and error.status != 429:
+                raise
+            problem = str(error)
+        else:
+            if silent:
+                log.warning("the gateway answers again")
+            return answer
+        if not silent:
+            log.warning("trying again until the gateway answers: %s", problem)
+        silent = True
+        await asyncio.sleep(pause * random.uniform(0.5, 1))
+        pause = min(pause * 2, longest)
+
+
+async def _held_seconds(client: AsyncClient, assignment: Assignment) -> float:
+    """A gateway that does not answer for so long does not prolong an attempt."""
+    try:
+        async with asyncio.timeout(_HELD_LIMIT_S):
+            return await insist(client, get_held_seconds(assignment.rollout, assignment.attempt))
+    except (TimeoutError, ApiError) as error:
+        log.warning("attempt %d of rollout %s is not prolonged: %s", assignment.attempt, assignment.rollout, error)
+        return 0.0
 
 
 class Reconciler:
@@ -162,11 +198,11 @@ class Reconciler:
         self._report_all(plan.report)
         if plan.claim and self._claiming is None:
             request = claim(self._run, self._owner, plan.claim, self._config.attempts, CLAIM_WAIT_S)
-            self._claiming = self._begin(self._insist(request))
+            self._claiming = self._begin(insist(self._client, request))
         if self._renewing is None and time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + RENEW_S
             self._claimed_since_renewal.clear()
-            self._renewing = self._begin(self._insist(renew(self._owner)))
+            self._renewing = self._begin(insist(self._client, renew(self._owner)))
 
     def _take_answers(self) -> None:
         if self._claiming and self._claiming.done():
@@ -193,29 +229,6 @@ class Reconciler:
         task.add_done_callback(lambda _: self._wake.set())
         return task
 
-    async def _insist(self, request: Call[T]) -> T:
-        """Ask the gateway until it answers. Raises ApiError if it refuses."""
-        pause, longest = _RETRY_S
-        silent = False
-        while True:
-            try:
-                answer = await self._client(request)
-            except Unreachable as error:
-                problem = str(error)
-            except ApiError as error:
-                if error.status < 500 and error.status != 429:
-                    raise
-                problem = str(error)
-            else:
-                if silent:
-                    log.warning("the gateway answers again")
-                return answer
-            if not silent:
-                log.warning("trying again until the gateway answers: %s", problem)
-            silent = True
-            await asyncio.sleep(pause * random.uniform(0.5, 1))
-            pause = min(pause * 2, longest)
-
     def _report_all(self, ends: Mapping[str, Ended]) -> None:
         for name, ended in ends.items():
             self._reports[name] = self._begin(self._report(name, ended))
@@ -224,7 +237,7 @@ class Reconciler:
         rollout, _, number = name.rpartition("/")
         attempts = int(number) if ended.final else self._config.attempts
         try:
-            await self._insist(end_attempt(rollout, int(number), ended.ending, attempts))
+            await insist(self._client, end_attempt(rollout, int(number), ended.ending, attempts))
         except ApiError as error:
             # 409: cancelled, superseded, or ended by an earlier report whose answer was lost.
             if error.status != 409:

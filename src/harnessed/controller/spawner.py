@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +24,10 @@ _KILL_ANSWER_S = KILL_LIMIT_S + 5
 
 class TemplateError(Exception):
     """The template could not be started, or it died; the text says how. No fault of the attempt."""
+
+
+async def _never_held() -> float:
+    return 0.0
 
 
 class Spawner:
@@ -45,16 +49,25 @@ class Spawner:
             if self._writer is None:
                 await self._start()
 
-    async def run(self, order: Order, limit_s: float) -> Exit:
-        """Run one order to its end, when nothing of it is left. After `limit_s`, or when cancelled, it is killed."""
+    async def run(self, order: Order, limit_s: float, held: Callable[[], Awaitable[float]] = _never_held) -> Exit:
+        """Run one order to its end, when nothing of it is left. After `limit_s`, or when cancelled, it is killed.
+
+        `held` says, when the limit is reached, for how many seconds it could not go on, which do not count.
+        """
         await self.open()
+        began, added_s = asyncio.get_running_loop().time(), 0.0
         ended: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self._exits[order.id] = ended
         try:
             self._send({"start": asdict(order)})
-            async with asyncio.timeout(limit_s):
-                return await asyncio.shield(ended)
-        except TimeoutError:
+            while True:
+                try:
+                    async with asyncio.timeout_at(began + limit_s + added_s):
+                        return await asyncio.shield(ended)
+                except TimeoutError:
+                    before, added_s = added_s, await held()
+                    if added_s <= before and not ended.done():
+                        break
             return replace(await self._kill(order.id, ended), timed_out=True)
         except asyncio.CancelledError:
             with suppress(TemplateError):  # then it is gone as well

@@ -5,8 +5,9 @@ records of `records.py` as JSON; transcripts are msgpack, so that arrays stay by
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgpack
@@ -18,15 +19,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from harnessed.config import ConfigError
-from harnessed.gateway import lifecycle, recording
+from harnessed.gateway import closings, lifecycle, recording
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
-from harnessed.gateway.lifecycle import Refused
-from harnessed.gateway.store import Store
+from harnessed.gateway.peers import Peers
+from harnessed.gateway.store import Refused, Store
 from harnessed.records import (
     Assignment,
+    Closing,
     Ending,
     EngineSpec,
     Event,
@@ -65,8 +67,9 @@ class _AttemptEnding(Ending):
 class Api:
     """The control routes of one gateway."""
 
-    def __init__(self, store: Store, engines: Engines, exchange: Exchange, keyring: Keyring) -> None:
+    def __init__(self, store: Store, engines: Engines, exchange: Exchange, peers: Peers, keyring: Keyring) -> None:
         self._store = store
+        self._peers = peers
         self._engines = engines
         self._exchange = exchange
         self._keyring = keyring
@@ -83,6 +86,10 @@ class Api:
             Route("/api/runs/{run}/template", self._admin(self.template)),
             Route("/api/runs/{run}/totals", self._admin(self.totals)),
             Route("/api/runs/{run}/cancel", self._admin(self.cancel_run), methods=["POST"]),
+            Route("/api/runs/{run}/turnstile", self._admin(self.turnstile)),
+            Route("/api/runs/{run}/turnstile/close", self._admin(self.close_turnstile), methods=["POST"]),
+            Route("/api/runs/{run}/turnstile/renew", self._admin(self.renew_turnstile), methods=["POST"]),
+            Route("/api/runs/{run}/turnstile/open", self._admin(self.open_turnstile), methods=["POST"]),
             Route("/api/engines", self._admin(self.register_engine), methods=["POST"]),
             Route("/api/engines", self._admin(self.list_engines)),
             Route("/api/groups", self._admin(self.create_groups), methods=["POST"]),
@@ -96,6 +103,7 @@ class Api:
             Route("/api/rollouts/{rollout}/events", self._admin(self.list_events)),
             Route("/api/rollouts/{rollout}/reward", self._guarded(self.post_reward), methods=["POST"]),
             Route("/api/rollouts/{rollout}/attempts/{n:int}/end", self._admin(self.end_attempt), methods=["POST"]),
+            Route("/api/rollouts/{rollout}/attempts/{n:int}/held", self._admin(self.held)),
             Route("/api/attempts/claim", self._admin(self.claim), methods=["POST"]),
             Route("/api/attempts/renew", self._admin(self.renew), methods=["POST"]),
             Route("/api/events", self._guarded(self.append_event), methods=["POST"]),
@@ -119,6 +127,22 @@ class Api:
     async def totals(self, request: Request) -> Response:
         run = request.path_params["run"]
         return _answer(await self._store.read(lambda connection: recording.totals(connection, run)))
+
+    async def turnstile(self, request: Request) -> Response:
+        return _answer(await self._peers.turnstile(request.path_params["run"]))
+
+    async def close_turnstile(self, request: Request) -> Response:
+        """Waits for what runs."""
+        wanted = await _body(request, Closing)
+        return _answer(await self._peers.close(request.path_params["run"], wanted))
+
+    async def renew_turnstile(self, request: Request) -> Response:
+        run, owner = request.path_params["run"], (await _body(request, _Renewal)).owner
+        return _answer(await self._store.write(lambda connection: closings.renew(connection, run, owner, time.time())))
+
+    async def open_turnstile(self, request: Request) -> Response:
+        owner = (await _body(request, _Renewal)).owner
+        return _answer(await self._peers.open(request.path_params["run"], owner))
 
     async def register_engine(self, request: Request) -> Response:
         engine = await _body(request, EngineSpec)
@@ -161,8 +185,14 @@ class Api:
                 lifecycle.cancel_rollout(connection, rollout, time.time())
             recording.fail_open_calls(connection, rollouts, time.time())
 
-        async with self._exchange.closing(rollouts, CANCEL_LIMIT_S):
+        async with self._ending(rollouts, CANCEL_LIMIT_S):
             await self._store.write(cancel)
+
+    @contextlib.asynccontextmanager
+    async def _ending(self, rollouts: list[str], limit_s: float) -> AsyncIterator[None]:
+        """Around the end of attempts, at this gateway and at the others."""
+        async with self._exchange.closing(rollouts, limit_s), self._peers.ending(rollouts, limit_s):
+            yield
 
     async def transcripts(self, request: Request) -> Response:
         group = request.path_params["group"]
@@ -207,7 +237,7 @@ class Api:
 
         if (await self._store.read(lambda connection: lifecycle.get_rollout(connection, rollout))).attempt != attempt:
             return _answer(await self._store.write(end))  # refuses, and leaves alone the attempt that lives
-        async with self._exchange.closing([rollout], SETTLE_LIMIT_S):
+        async with self._ending([rollout], SETTLE_LIMIT_S):
             return _answer(await self._store.write(end))
 
     async def claim(self, request: Request) -> Response:
@@ -230,6 +260,12 @@ class Api:
     async def renew(self, request: Request) -> Response:
         owner = (await _body(request, _Renewal)).owner
         return _answer(await self._store.write(lambda connection: lifecycle.renew(connection, owner, time.time())))
+
+    async def held(self, request: Request) -> Response:
+        rollout, attempt = request.path_params["rollout"], request.path_params["n"]
+        return _answer(
+            await self._store.read(lambda connection: lifecycle.held_seconds(connection, rollout, attempt, time.time()))
+        )
 
     async def append_event(self, request: Request, key: Key) -> Response:
         event = await _body(request, Event, MOST_EVENT_BYTES)

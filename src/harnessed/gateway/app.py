@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import secrets
 import signal
 import socket
 import struct
@@ -18,14 +19,17 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from harnessed.config import Gateway
-from harnessed.gateway import lifecycle, recording
+from harnessed.gateway import lifecycle
 from harnessed.gateway.api import CANCEL_LIMIT_S, Api
 from harnessed.gateway.delivery import RESET
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import Keyring
+from harnessed.gateway.peers import Peers
+from harnessed.gateway.retention import keep_small
 from harnessed.gateway.routes import model_routes
 from harnessed.gateway.store import Store
+from harnessed.gateway.turnstile import Turnstiles
 
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
@@ -45,7 +49,8 @@ def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
     gc.set_threshold(5_000, 5, 1000)
 
     async def run() -> None:
-        async with gateway(folder, settings) as application:
+        host, port = listener.getsockname()[:2]
+        async with gateway(folder, settings, f"{socket.gethostname()}:{host}:{port}") as application:
             server = Server(application)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, server.end)
@@ -100,17 +105,22 @@ class Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
-    """The application, with its store and engines open."""
+async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> AsyncIterator[Starlette]:
+    """The application, with its store and engines open. `name`: what takes the place of what, among the gateways of a
+    store."""
     keyring = Keyring.from_file(folder / SECRET)
-    store = Store(folder / DATABASE, power_safe=settings.power_safe)
+    id = f"{name}-{secrets.token_hex(4)}"
+    store = Store(settings.database or f"sqlite:///{folder / DATABASE}", power_safe=settings.power_safe, client=id)
     engines = Engines(settings.generation_limit_s)
-    await store.write(recording.mark_lost)
     for engine in await store.read(lifecycle.list_engines):
         engines.register(engine)
-    exchange = Exchange(store, engines, keyring, settings.body_mb << 20)
-    api = Api(store, engines, exchange, keyring)
-    expiry = asyncio.create_task(_expire(store, exchange))
+    turnstiles = Turnstiles()
+    exchange = Exchange(store, engines, keyring, turnstiles, id, settings.body_mb << 20)
+    peers = Peers(store, id, name, turnstiles, exchange)
+    await peers.join()
+    api = Api(store, engines, exchange, peers, keyring)
+    tasks = [peers.run(), _expire(store, exchange), keep_small(store, settings.keep_days)]
+    running = [asyncio.create_task(task) for task in tasks]
     try:
         application = Starlette(
             routes=[
@@ -120,11 +130,14 @@ async def gateway(folder: Path, settings: Gateway) -> AsyncIterator[Starlette]:
         )
         application.state.stop = api.stop
         application.state.exchange, application.state.store = exchange, store
+        application.state.turnstiles = turnstiles
         yield application
     finally:
-        expiry.cancel()
+        for task in running:
+            task.cancel()
         exchange.close()
         await engines.close()
+        await peers.leave()
         await store.close()
 
 

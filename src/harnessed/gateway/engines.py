@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from dataclasses import replace
@@ -134,6 +135,13 @@ class Engines:
             if all(await asyncio.gather(*asked)):
                 return
             await asyncio.sleep(wait_s)
+
+    async def abandon(self, run: str, rollout: str, ids: list[str]) -> None:
+        """Let generations end that were asked for by a gateway that died; what they have is lost."""
+        with contextlib.suppress(EngineFailed):
+            engine = self._of(run, rollout)
+            if engine.speaks == Dialect.TOKENS:
+                await asyncio.gather(*(self._interrupt(engine, id) for id in ids))
 
     async def _interrupt(self, engine: EngineSpec, id: str) -> bool:
         """Whether the engine knew of it."""

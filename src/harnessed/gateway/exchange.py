@@ -21,22 +21,27 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from harnessed.config import ConfigError
+from harnessed.gateway.catchup import catch_up, load
 from harnessed.gateway.delivery import RESET, deliver, leaving, send_json
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
+from harnessed.gateway.peers import LostCall
 from harnessed.gateway.preview import Preview
-from harnessed.gateway.recording import AttemptId, admit, mark_delivered, record_faults
-from harnessed.gateway.sampling import LIMIT, Sampler
-from harnessed.gateway.session import Pending, Session, attempt_ended, load
+from harnessed.gateway.recording import Admitted, AttemptId, admit, mark_delivered, mark_left, record_faults
+from harnessed.gateway.sampling import LIMIT, Sampler, generations
+from harnessed.gateway.session import Pending, Session, attempt_ended
 from harnessed.gateway.splits import by_ids, by_text, by_written
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Place, Segment, Tree
+from harnessed.gateway.turnstile import Turnstiles
 from harnessed.gateway.wire.turn import REFERENCE, Address, Turn, Wire, WireError
-from harnessed.records import Dialect, History
+from harnessed.records import Dialect, EngineSpec, History
 
 T = TypeVar("T")
+SIGHT_S = 0.1
+"""The store shows within this time that a gateway has died, or what another one has done."""
 ASIDE_BYTES = 32 * 2**10
 """Requests from this size on are read and encoded in a thread, so that they slow nobody else."""
 
@@ -44,11 +49,21 @@ ASIDE_BYTES = 32 * 2**10
 class Exchange:
     """All model calls of one gateway."""
 
-    def __init__(self, store: Store, engines: Engines, keyring: Keyring, most_body_bytes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        engines: Engines,
+        keyring: Keyring,
+        turnstiles: Turnstiles,
+        gateway: str,
+        most_body_bytes: int,
+    ) -> None:
+        """`gateway`: the id of this process among those of the store."""
         self._store = store
+        self._gateway = gateway
         self._most_body_bytes = most_body_bytes
         self._engines = engines
-        self._sampler = Sampler(store, engines)
+        self._sampler = Sampler(store, engines, turnstiles)
         self._keyring = keyring
         self._sessions: dict[AttemptId, Session] = {}
         self._loading: dict[AttemptId, asyncio.Task[Session]] = {}
@@ -63,14 +78,16 @@ class Exchange:
         try:
             session = await self._session(self.key(scope))
             body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
+            await self._catch_up(session)
             read = await self._aside(body, lambda: self._read(wire, session, body, at))
             turn, place, proven, segment, chat_length = read
             self._note_delivered(session, proven)
             async with leaving(receive) as gone:
-                await self._end_of_interruption(session, turn, place, gone)
+                pending = await self._repeated(session, turn, place, _retry_count(scope), gone)
                 if gone.done():
+                    if pending:
+                        pending.waiting -= 1
                     return
-                pending = session.retried(turn, place, _retry_count(scope))
                 pending = pending or self._begin(session, turn, place, segment, chat_length)
                 arrived = await deliver(send, gone, wire, session, pending, turn)
                 if not (arrived or gone.done()):
@@ -79,7 +96,7 @@ class Exchange:
             await send_json(send, error.status, wire.render_error(error))
             return
         if arrived:
-            self._delivered(session, place, pending)
+            self._delivered(session, pending)
         else:
             await self._left(session, pending)
 
@@ -111,8 +128,7 @@ class Exchange:
         self._closing.update(rollouts)
         try:
             sessions = [session for attempt, session in self._sessions.items() if attempt[0] in set(rollouts)]
-            open_ = [(session, call) for session in sessions for call in session.calls_in_progress()]
-            if unfinished := [each for each in open_ if not each[1].answers.done()]:
+            if unfinished := _unanswered(sessions):
                 interrupting = [asyncio.create_task(self._sampler.interrupt(*each)) for each in unfinished]
                 await asyncio.wait({call.answers for _, call in unfinished}, timeout=limit_s)
                 for each in interrupting:
@@ -135,6 +151,31 @@ class Exchange:
         if trouble and any(not pending.answers.done() for pending in session.calls_in_progress()):
             faults = session.faults | {"": f"engine: {trouble}"}
             await self._store.write(lambda connection: record_faults(connection, session.attempt, faults))
+
+    async def interrupt_run(self, run: str) -> None:
+        """Running generations stop, and go on from their tokens when the run's turnstile opens."""
+        sessions = [session for session in self._sessions.values() if session.run == run]
+        await asyncio.gather(*(self._sampler.suspend(*each) for each in _unanswered(sessions)))
+
+    async def interrupt_rollout(self, rollout: str) -> None:
+        """Another gateway is about to end its attempt: what is generated for it ends, and is recorded."""
+        sessions = [session for attempt, session in self._sessions.items() if attempt[0] == rollout]
+        await asyncio.gather(*(self._sampler.interrupt(*each) for each in _unanswered(sessions)))
+
+    async def stop_lost(self, calls: list[LostCall]) -> None:
+        """Let engines end what they generate for a gateway that died."""
+        asked = (self._engines.abandon(each.run, each.rollout, generations(each.call, each.answers)) for each in calls)
+        await asyncio.gather(*asked)
+
+    def know_engines(self, engines: list[EngineSpec]) -> None:
+        """These are registered, by whichever gateway."""
+        for engine in engines:
+            self._engines.register(engine)
+
+    def forget_all(self) -> None:
+        """Read every attempt from the store again."""
+        for session in list(self._sessions.values()):
+            self._forget(session)
 
     def _end(self, loading: "asyncio.Task[Session]") -> None:
         if not loading.cancelled() and loading.exception() is None:
@@ -168,7 +209,7 @@ class Exchange:
 
     async def _load(self, attempt: AttemptId) -> Session:
         try:
-            session = await load(self._store, attempt, self.policy)
+            session = await load(self._store, attempt, self._gateway, self.policy)
         except ConfigError as error:
             raise WireError(503, "policy_unusable", str(error)) from error
         if session is None:
@@ -207,6 +248,29 @@ class Exchange:
             return session.tree.length(place.follows)
         return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
+    async def _catch_up(self, session: Session) -> None:
+        """See what other gateways have done to the attempt. Raises WireError if they have ended it."""
+        if self._store.shared and not await catch_up(self._store, session, self._gateway):
+            session.ended = True
+            raise attempt_ended(session.attempt)
+
+    async def _repeated(
+        self, session: Session, turn: Turn, place: Place, retry_count: int, gone: "asyncio.Future[None]"
+    ) -> Pending | None:
+        """The call that this request repeats; its gateway, if that is another one, has answered it. None: the request
+        is a new one, or its client is gone."""
+        if session.begun_elsewhere(turn, place):
+            await asyncio.sleep(SIGHT_S)
+            await self._catch_up(session)
+        while not gone.done():
+            await self._end_of_interruption(session, turn, place, gone)
+            elsewhere = session.begun_elsewhere(turn, place)
+            if not any(pending.unseen or retry_count for pending in elsewhere):
+                return session.retried(turn, place, retry_count)
+            await asyncio.sleep(SIGHT_S)
+            await self._catch_up(session)
+        return None
+
     async def _end_of_interruption(
         self, session: Session, turn: Turn, place: Place, gone: "asyncio.Future[None]"
     ) -> None:
@@ -221,8 +285,16 @@ class Exchange:
     async def _left(self, session: Session, pending: Pending) -> None:
         """A client has gone away."""
         pending.waiting -= 1
-        if not (pending.waiting or pending.answers.done()):
+        if pending.waiting:
+            return
+        if not pending.answers.done():
             await self._sampler.interrupt(session, pending)
+        if self._store.shared and not pending.gateway:
+            pending.answers.add_done_callback(lambda _: self._mark_left(session, pending))
+
+    def _mark_left(self, session: Session, pending: Pending) -> None:
+        if not (pending.waiting or pending.answers.cancelled() or pending.answers.exception()):
+            self._store.write_soon(lambda connection: mark_left(connection, pending.id))
 
     def _note_delivered(self, session: Session, proven: list[int]) -> None:
         if proven:
@@ -232,6 +304,8 @@ class Exchange:
     def _check_admission(self, session: Session, n: int) -> None:
         if session.ended or session.attempt[0] in self._closing:
             raise attempt_ended(session.attempt)
+        if self._store.trouble:
+            raise WireError(503, "store_failed", f"nothing can be stored now: {self._store.trouble}")
         if session.calls >= session.limits.calls:
             self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
             raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
@@ -258,19 +332,27 @@ class Exchange:
         call, now = secrets.token_hex(8), time.time()
         choices = self._sampler.choices(session, turn, place, segment, chat_length, call)
         session.calls += 1
-        self._store.write_soon(lambda connection: admit(connection, session.attempt, call, turn, now))
+        most_tokens = sum(each.generation.max_tokens for each in choices)
+        admitted = Admitted(call, self._gateway, place.prompt, most_tokens, now)
+        self._store.write_soon(lambda connection: admit(connection, session.attempt, admitted, turn))
         previews = [Preview() for _ in choices] if turn.stream else []
         answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call, previews))
-        pending = Pending(call, answers, turn.wanted, previews, sum(each.generation.max_tokens for each in choices))
-        session.wait_for(place.prompt, pending)
+        pending = Pending(call, place.prompt, answers, turn.wanted, previews, most_tokens)
+        session.wait_for(pending)
         return pending
 
-    def _delivered(self, session: Session, place: Place, pending: Pending) -> None:
+    def _delivered(self, session: Session, pending: Pending) -> None:
         numbers = [node.number for node in pending.answers.result()]
         for number in numbers:
             session.tree.nodes[number].delivered = True
         self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
-        session.handed_over(place.prompt, pending)
+        session.handed_over(pending)
+
+
+def _unanswered(sessions: list[Session]) -> list[tuple[Session, Pending]]:
+    """The calls of this gateway that have no answer yet."""
+    open_ = [(session, call) for session in sessions for call in session.calls_in_progress()]
+    return [(session, call) for session, call in open_ if not (call.gateway or call.answers.done())]
 
 
 def _address(scope: Scope) -> Address:

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 from sqlalchemy import Connection, RowMapping, and_, func, insert, or_, select, update
 
-from harnessed.gateway.store import attempts, changes, engines, events, groups, journal, rollouts, runs
+from harnessed.gateway import closings
+from harnessed.gateway.store import Refused, journal
+from harnessed.gateway.tables import attempts, changes, engines, events, groups, rollouts, runs
 from harnessed.records import (
     TRAINED_OUTCOMES,
     Change,
@@ -33,19 +35,11 @@ LEASE_S = 30.0
 """How long a controller keeps its attempts without renewing."""
 
 
-class Refused(Exception):
-    """The request contradicts the records; `status` is the HTTP status that says how."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 def create_run(connection: Connection, run: RunSpec, now: float) -> RunSpec:
     """Again with the same id, all is replaced but the time: the dates in its prompts stay."""
     values = run.model_dump(mode="json", exclude={"id"})
     if connection.execute(update(runs).where(runs.c.id == run.id).values(values)).rowcount == 0:
-        connection.execute(insert(runs).values(id=run.id, created=now, **values))
+        connection.execute(insert(runs).values(id=run.id, created=now, closed_s=0.0, **values))
     return run
 
 
@@ -157,8 +151,10 @@ def claim(
                 lease_until=now + LEASE_S,
                 tries=tries,
                 live=True,
+                ending=False,
                 nodes=0,
                 faults={},
+                closed_s=closings.closed_s(connection, fields["run"], now),
                 started=now,
             )
         )
@@ -173,6 +169,15 @@ def renew(connection: Connection, owner: str, now: float) -> list[str]:
     connection.execute(update(attempts).where(mine).values(lease_until=now + LEASE_S))
     rows = connection.execute(select(attempts.c.rollout, attempts.c.number).where(mine))
     return [f"{rollout}/{number}" for rollout, number in rows]
+
+
+def held_seconds(connection: Connection, rollout: str, number: int, now: float) -> float:
+    """For how long the turnstile of its run has been closed since an attempt started."""
+    run = get_rollout(connection, rollout).run
+    attempt = _find(connection, attempts, and_(attempts.c.rollout == rollout, attempts.c.number == number))
+    if attempt is None:
+        raise Refused(404, f"rollout {rollout} has no attempt {number}")
+    return closings.closed_s(connection, run, now) - float(attempt["closed_s"])
 
 
 def end_attempt(connection: Connection, rollout: str, number: int, ending: Ending, tries: int, now: float) -> Rollout:

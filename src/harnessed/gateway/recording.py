@@ -5,16 +5,17 @@ attempt cannot add to its transcript. `exchange.py` writes through here; `api.py
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
 
-from harnessed.gateway.lifecycle import Refused, get_rollout, members
-from harnessed.gateway.store import attempts, calls, groups, nodes, rollouts, runs
+from harnessed.gateway.lifecycle import get_rollout, members
+from harnessed.gateway.store import Refused
+from harnessed.gateway.tables import attempts, calls, groups, nodes, rollouts, runs
 from harnessed.gateway.wire.turn import Turn, Wanted
-from harnessed.records import Attempt, History, Limits, Node, Purpose, Sampling, SideCall, Totals, Transcript
+from harnessed.records import Attempt, CallState, History, Limits, Node, Purpose, Sampling, SideCall, Totals, Transcript
 
 AttemptId = tuple[str, int]
 """(rollout, number)."""
@@ -27,8 +28,6 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
     query = (
         select(
             attempts.c.live,
-            attempts.c.faults,
-            attempts.c.nodes,
             rollouts.c.run,
             rollouts.c.index,
             groups.c.purpose,
@@ -43,7 +42,7 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
         .join(rollouts, rollouts.c.id == attempts.c.rollout)
         .join(groups, groups.c.id == rollouts.c.group)
         .join(runs, runs.c.id == rollouts.c.run)
-        .where(_is(attempts.c.rollout, attempts.c.number, attempt))
+        .where(is_of(attempts.c.rollout, attempts.c.number, attempt))
     )
     row = connection.execute(query).mappings().first()
     if row is None:
@@ -58,51 +57,87 @@ def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] |
     return dict(row) | parsed
 
 
-def count_calls(connection: Connection, attempt: AttemptId) -> int:
-    query = select(func.count()).select_from(calls).where(_is(calls.c.rollout, calls.c.attempt, attempt))
-    return int(connection.execute(query).scalar_one())
+def wanted_of(stored: dict[str, Any]) -> Wanted:
+    """How the answers of a call were wanted."""
+    return Wanted(**stored | {"stop": tuple(stored["stop"])})
 
 
-def load_wanted(connection: Connection, ids: list[str]) -> dict[str, Wanted]:
-    """How the answers of calls were wanted."""
-    found: dict[str, Wanted] = {}
-    for at in range(0, len(ids), 500):
-        query = select(calls.c.id, calls.c.wanted).where(calls.c.id.in_(ids[at : at + 500]))
-        for id, wanted in connection.execute(query):
-            found[id] = Wanted(**wanted | {"stop": tuple(wanted["stop"])})
-    return found
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A call that may be answered."""
+
+    call: str
+    gateway: str
+    """That has it."""
+    prompt: bytes
+    """Digest of the request, equal for identical ones."""
+    most_tokens: int
+    """That may be sampled for it."""
+    time: float
 
 
-def admit(connection: Connection, attempt: AttemptId, call: str, turn: Turn, now: float) -> None:
-    connection.execute(
-        insert(calls).values(
-            id=call,
-            rollout=attempt[0],
-            attempt=attempt[1],
-            state="admitted",
-            asked=turn.asked,
-            wanted=asdict(turn.wanted),
-            admitted=now,
-        )
+# Statements of the hot path, built once: to build one and find it in SQLAlchemy's cache costs more than to execute it.
+_ADMIT = insert(calls)
+_ANSWERED = (
+    update(calls)
+    .where(calls.c.id == bindparam("call"), calls.c.state == CallState.ADMITTED)
+    .values(state=CallState.ANSWERED, ended=bindparam("time"))
+)
+_ADVANCE = (
+    update(attempts)
+    .where(attempts.c.rollout == bindparam("of"), attempts.c.number == bindparam("attempt"), attempts.c.live)
+    .values(nodes=attempts.c.nodes + bindparam("more"), faults=bindparam("left"))
+    .returning(attempts.c.nodes)
+)
+_KEEP = insert(nodes)
+_DELIVERED = (
+    update(nodes)
+    .where(
+        nodes.c.rollout == bindparam("of"),
+        nodes.c.attempt == bindparam("of_attempt"),
+        nodes.c.number == bindparam("node"),
     )
+    .values(delivered=True)
+)
+
+
+def admit(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: Turn) -> None:
+    row = {
+        "id": admitted.call,
+        "rollout": attempt[0],
+        "attempt": attempt[1],
+        "gateway": admitted.gateway,
+        "state": CallState.ADMITTED,
+        "prompt": admitted.prompt,
+        "most_tokens": admitted.most_tokens,
+        "asked": turn.asked,
+        "wanted": {name: getattr(turn.wanted, name) for name in Wanted.__slots__},
+        "admitted": admitted.time,
+    }
+    connection.execute(_ADMIT, row)
 
 
 def record_answers(
     connection: Connection, attempt: AttemptId, answers: list[Node], begun: list[int], faults: Faults, now: float
 ) -> None:
-    """Store the answers of a call; their numbers must follow the attempt's last one. Raises Refused (409).
+    """Store the answers of a call, and number them after the attempt's last one.
 
     `begun` are the numbers of broken-off answers that these hold whole. `faults` are the attempt's
-    refused and failed requests that have not been overcome.
+    refused and failed requests that have not been overcome. Raises Refused: 409 if the attempt has ended, 503 if the
+    call is not this gateway's any more.
     """
-    advanced = connection.execute(
-        update(attempts)
-        .where(and_(_is(attempts.c.rollout, attempts.c.number, attempt), attempts.c.live))
-        .where(attempts.c.nodes == answers[0].number - 1)
-        .values(nodes=answers[-1].number, faults=faults)
-    )
-    if advanced.rowcount != 1:
+    call, mine = answers[0].call, is_of(nodes.c.rollout, nodes.c.attempt, attempt)
+    if connection.execute(_ANSWERED, {"call": call, "time": now}).rowcount == 0:
+        numbers = connection.execute(select(nodes.c.number).where(mine, nodes.c.call == call)).scalars().all()
+        if len(numbers) != len(answers):
+            raise Refused(503, f"call {call} was given up for lost; its answer is not kept")
+        _number(answers, max(numbers))  # the database kept this transaction, and was away before it said so
+        return
+    bound = {"of": attempt[0], "attempt": attempt[1], "more": len(answers), "left": faults}
+    last = connection.execute(_ADVANCE, bound).scalar_one_or_none()
+    if last is None:
         raise Refused(409, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its answers are not kept")
+    _number(answers, last)
     rows = [
         {
             "rollout": attempt[0],
@@ -129,44 +164,50 @@ def record_answers(
         }
         for node in answers
     ]
-    if begun:
-        mine = _is(nodes.c.rollout, nodes.c.attempt, attempt)
-        connection.execute(delete(nodes).where(and_(mine, nodes.c.number.in_(begun))))
-    connection.execute(insert(nodes), rows)
-    connection.execute(update(calls).where(calls.c.id == answers[0].call).values(state="answered", ended=now))
+    if begun and connection.execute(delete(nodes).where(mine, nodes.c.number.in_(begun))).rowcount != len(begun):
+        raise Refused(503, "another gateway has gone on with this answer; this one is not kept")
+    connection.execute(_KEEP, rows)
+
+
+def _number(answers: list[Node], last: int) -> None:
+    for number, node in enumerate(answers, last - len(answers) + 1):
+        node.number = number
 
 
 def record_failure(connection: Connection, call: str, now: float, *, failed: bool = True) -> None:
     """A call that was admitted and gets no answer: it failed, or nobody waited for it any more."""
-    state = "failed" if failed else "interrupted"
-    connection.execute(update(calls).where(calls.c.id == call).values(state=state, ended=now))
+    state = CallState.FAILED if failed else CallState.INTERRUPTED
+    mine = and_(calls.c.id == call, calls.c.state != CallState.LOST)
+    connection.execute(update(calls).where(mine).values(state=state, ended=now))
+
+
+def mark_left(connection: Connection, call: str) -> None:
+    """Its client has left without the answer that is stored; the other gateways see by this that it may come again."""
+    mine = and_(calls.c.id == call, calls.c.state == CallState.ANSWERED)
+    connection.execute(update(calls).where(mine).values(state=CallState.LEFT))
 
 
 def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float) -> None:
     """Calls that will get no answer, because their rollout is cancelled."""
-    open_ = and_(calls.c.rollout.in_(list(rollouts)), calls.c.state == "admitted")
-    connection.execute(update(calls).where(open_).values(state="failed", ended=now))
+    open_ = and_(calls.c.rollout.in_(list(rollouts)), calls.c.state == CallState.ADMITTED)
+    connection.execute(update(calls).where(open_).values(state=CallState.FAILED, ended=now))
 
 
 def record_faults(connection: Connection, attempt: AttemptId, faults: Faults) -> None:
     """Why requests were refused or failed; it decides about the attempt's outcome."""
-    mine = _is(attempts.c.rollout, attempts.c.number, attempt)
+    mine = is_of(attempts.c.rollout, attempts.c.number, attempt)
     connection.execute(update(attempts).where(mine).values(faults=faults))
 
 
 def mark_delivered(connection: Connection, attempt: AttemptId, numbers: Iterable[int]) -> None:
-    mine = _is(nodes.c.rollout, nodes.c.attempt, attempt)
-    connection.execute(update(nodes).where(and_(mine, nodes.c.number.in_(list(numbers)))).values(delivered=True))
+    bound = [{"of": attempt[0], "of_attempt": attempt[1], "node": number} for number in numbers]
+    connection.execute(_DELIVERED, bound)
 
 
-def mark_lost(connection: Connection) -> None:
-    """At the gateway's start: calls that an earlier process admitted and did not answer."""
-    connection.execute(update(calls).where(calls.c.state == "admitted").values(state="lost"))
-
-
-def load_nodes(connection: Connection, attempt: AttemptId) -> list[Node]:
-    query = select(nodes).where(_is(nodes.c.rollout, nodes.c.attempt, attempt)).order_by(nodes.c.number)
-    return [_node(row) for row in connection.execute(query).mappings()]
+def nodes_of(connection: Connection, attempt: AttemptId, after: int = 0) -> list[Node]:
+    """The nodes of an attempt with higher numbers than `after`, in their order."""
+    mine = and_(is_of(nodes.c.rollout, nodes.c.attempt, attempt), nodes.c.number > after)
+    return [_node(row) for row in connection.execute(select(nodes).where(mine).order_by(nodes.c.number)).mappings()]
 
 
 def load_transcript(connection: Connection, rollout: str) -> Transcript:
@@ -174,7 +215,7 @@ def load_transcript(connection: Connection, rollout: str) -> Transcript:
     numbers = connection.execute(query).scalars().all()
     return Transcript(
         get_rollout(connection, rollout),
-        [Attempt(number, load_nodes(connection, (rollout, number))) for number in numbers],
+        [Attempt(number, nodes_of(connection, (rollout, number))) for number in numbers],
     )
 
 
@@ -195,8 +236,8 @@ def totals(connection: Connection, run: str) -> Totals:
         calls=sum(by_state.values()),
         answers=answers,
         sampled_tokens=sampled,
-        lost=by_state.get("lost", 0) + by_state.get("failed", 0),
-        interrupted=by_state.get("interrupted", 0),
+        lost=by_state.get(CallState.LOST, 0) + by_state.get(CallState.FAILED, 0),
+        interrupted=by_state.get(CallState.INTERRUPTED, 0),
         undelivered=connection.execute(undelivered).scalar_one(),
     )
 
@@ -224,5 +265,6 @@ def _node(row: Any) -> Node:
     )
 
 
-def _is(rollout: Any, number: Any, attempt: AttemptId) -> Any:
+def is_of(rollout: Any, number: Any, attempt: AttemptId) -> Any:
+    """The condition that two columns name an attempt."""
     return and_(rollout == attempt[0], number == attempt[1])

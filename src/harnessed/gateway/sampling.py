@@ -17,16 +17,16 @@ from typing import Any, NoReturn
 
 from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted, RequestRefused
-from harnessed.gateway.lifecycle import Refused
 from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Pending, Session, attempt_ended
 from harnessed.gateway.splits import by_ids
-from harnessed.gateway.store import Store
+from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Place, Segment, packed
+from harnessed.gateway.turnstile import Left, Turnstiles
 from harnessed.gateway.wire.turn import Turn, WireError, context_overflow
 from harnessed.records import Dialect, Fate, Node
 
@@ -49,9 +49,12 @@ class Wanted:
 class Sampler:
     """Asks the engines for answers, and records them."""
 
-    def __init__(self, store: Store, engines: Engines) -> None:
+    def __init__(self, store: Store, engines: Engines, turnstiles: Turnstiles) -> None:
         self._store = store
         self._engines = engines
+        self._turnstiles = turnstiles
+        self._unwanted: set[str] = set()
+        """Calls in progress for which nobody waits any more."""
 
     def choices(
         self, session: Session, turn: Turn, place: Place, segment: Segment | None, chat_length: int, call: str
@@ -88,10 +91,8 @@ class Sampler:
         )
         begun = [] if segment is None else session.take_interrupted(place.prompt, turn.wanted)
         return [
-            _choice(
-                session, segment, replace(generation, seed=_seed(session, choice), id=f"{call}.{choice}"), node, free
-            )
-            for choice, node in zip_longest(range(turn.wanted.n), begun)
+            _choice(session, segment, replace(generation, seed=_seed(session, choice), id=id), node, free)
+            for choice, (id, node) in enumerate(zip_longest(generations(call, turn.wanted.n), begun))
         ]
 
     async def sample(
@@ -101,8 +102,9 @@ class Sampler:
 
         `previews`, if somebody streams: one for each answer.
         """
-        answers = (self._answer(session, *each) for each in zip_longest(choices, previews))
+        answers = (self._answer(session, call, *each) for each in zip_longest(choices, previews))
         given = await asyncio.gather(*answers, return_exceptions=True)
+        self._unwanted.discard(call)
         failure = next((error for error in given if isinstance(error, BaseException)), None)
         if failure is None:
             session.faults.pop(place.prompt.hex(), None)
@@ -112,10 +114,8 @@ class Sampler:
             generated = answer.kept if isinstance(answer, EngineFailed) else answer
             if isinstance(generated, BaseException) or not generated.tokens:
                 continue
-            number = session.next_number + len(nodes)
-            nodes.append(_node(session, turn, place, choice, generated, number, call))
+            nodes.append(_node(session, turn, place, choice, generated, call))
             continued += [choice.begun.number] if choice.begun else []
-        session.next_number += len(nodes)
         if nodes:
             await self._record(session, turn, place, nodes, continued)
         if failure is not None:
@@ -127,15 +127,34 @@ class Sampler:
     async def interrupt(self, session: Session, pending: Pending) -> None:
         """Nobody waits for a call any more: its generations end, and the tokens that they have are kept. An engine that
         speaks chat cannot do so, and goes on to the end."""
-        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
-            return
-        pending.interrupted = True
-        ids = [f"{pending.id}.{choice}" for choice in range(pending.wanted.n)]
-        await self._engines.interrupt(session.run, session.attempt[0], ids)
+        ids = generations(pending.id, pending.wanted.n)
+        self._unwanted.add(pending.id)
+        self._turnstiles.dismiss(session.run, ids)
+        if self._engines.speaks(session.run, session.attempt[0]) != Dialect.CHAT:
+            pending.interrupted = True
+            await self._engines.interrupt(session.run, session.attempt[0], ids)
 
-    async def _answer(self, session: Session, choice: Wanted, preview: Preview | None) -> Generated:
+    async def suspend(self, session: Session, pending: Pending) -> None:
+        """Stop the generations of a call, which go on from their tokens when the turnstile opens."""
+        if self._engines.speaks(session.run, session.attempt[0]) != Dialect.CHAT:
+            ids = generations(pending.id, pending.wanted.n)
+            await self._engines.interrupt(session.run, session.attempt[0], ids)
+
+    async def _answer(self, session: Session, call: str, choice: Wanted, preview: Preview | None) -> Generated:
         kept = _kept(choice.begun) if choice.begun else NOTHING
-        return await self._engines.generate(session.run, session.attempt[0], choice.generation, kept, preview)
+        run, rollout = session.run, session.attempt[0]
+        while True:
+            try:
+                async with self._turnstiles.passing(run, choice.generation.id):
+                    return await self._engines.generate(run, rollout, choice.generation, kept, preview)
+            except Left:
+                gone = Interrupted("nobody waits for it")
+                gone.kept = kept
+                raise gone from None
+            except Interrupted as error:
+                if call in self._unwanted:
+                    raise
+                kept = error.kept
 
     def _explain(self, session: Session, place: Place, failure: BaseException) -> NoReturn:
         """Tell the harness, in its terms, why it gets no answer."""
@@ -156,14 +175,16 @@ class Sampler:
     ) -> None:
         faults = dict(session.faults)
         try:
+            if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
+                raise Refused(503, "the attempt is read from the store again; ask again")
             await self._store.write(
                 lambda connection: record_answers(connection, session.attempt, nodes, continued, faults, time.time())
             )
         except Refused as error:
             self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
-            if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
-                raise WireError(503, "store_failed", str(error)) from error
             session.ended = True
+            if error.status == 503:
+                raise WireError(503, "store_failed", str(error)) from error
             raise attempt_ended(session.attempt) from error
         except Exception as error:  # whatever it was: what memory holds is ahead of the store, so it is loaded again
             session.ended = True
@@ -194,14 +215,17 @@ def _choice(session: Session, segment: Segment | None, generation: Generation, b
     return Wanted(segment, replace(generation, prompt=prompt), begun)
 
 
-def _node(
-    session: Session, turn: Turn, place: Place, choice: Wanted, generated: Generated, number: int, call: str
-) -> Node:
-    """The record of one answer."""
+def generations(call: str, answers: int) -> list[str]:
+    """The names that engines know the answers of a call by."""
+    return [f"{call}.{choice}" for choice in range(answers)]
+
+
+def _node(session: Session, turn: Turn, place: Place, choice: Wanted, generated: Generated, call: str) -> Node:
+    """The record of one answer; the store numbers it."""
     segment = choice.segment or by_ids(session.tree, place, generated.prompt, session.template)
     message, broken = _message(session.template, generated, turn)
     return Node(
-        number=number,
+        number=0,
         parent=segment.parent,
         segment=segment.ids,
         answer=packed(generated.tokens),

@@ -1,18 +1,15 @@
 """An attempt in the gateway's memory: its transcript, and the calls whose answers are not delivered yet.
 
-`exchange.py` makes one for each attempt that calls, with `load`, and asks it which call a request repeats. It can
-always be made again from the store.
+`exchange.py` asks it which call a request repeats. It can always be made again from the store (`catchup.py`).
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
-from harnessed.gateway.recording import AttemptId, Faults, count_calls, load_attempt, load_nodes, load_wanted
-from harnessed.gateway.store import Store
+from harnessed.gateway.recording import AttemptId, Faults
 from harnessed.gateway.template import ChatTemplate
-from harnessed.gateway.transcript import INTERRUPTED, Digest, Place, Tree
+from harnessed.gateway.transcript import Digest, Place, Tree
 from harnessed.gateway.wire.turn import Turn, Wanted, WireError
 from harnessed.records import History, Limits, Node, Sampling, SideCall
 
@@ -22,6 +19,7 @@ class Pending:
     """A call whose answer is being made, or made and not yet delivered."""
 
     id: str
+    prompt: Digest
     answers: "asyncio.Future[list[Node]]"
     """Done once they are durable."""
     wanted: Wanted
@@ -31,6 +29,10 @@ class Pending:
     """That can be sampled for it."""
     waiting: int = 1
     """Clients that wait for it and have not been seen to leave."""
+    gateway: str = ""
+    """That has it; empty: this one."""
+    unseen: bool = False
+    """That gateway has no connection to the store: perhaps it has died."""
     interrupted: bool = False
     """Its engine was told that nobody waits: what it has sampled is kept for the next who asks."""
 
@@ -55,10 +57,10 @@ class Session:
     side_calls: list[SideCall]
     template: ChatTemplate
     tree: Tree
-    calls: int
+    calls: int = 0
     """Admitted so far."""
-    next_number: int
-    """Of the next node; handed out in the order in which writes are queued."""
+    seen: int = 0
+    """Number of the last node in the store, when it was looked at last."""
     pending: dict[Digest, list[Pending]] = field(default_factory=dict)
     delivered: dict[Digest, Pending] = field(default_factory=dict)
     """Of each prompt the last call, if its answer was handed over whole: it may still be lost on its way."""
@@ -84,37 +86,37 @@ class Session:
     def calls_in_progress(self) -> list[Pending]:
         return [pending for waiting in self.pending.values() for pending in waiting]
 
-    def wait_for(self, prompt: Digest, pending: Pending) -> None:
+    def wait_for(self, pending: Pending) -> None:
         """Somebody will get this call's answers. A call that fails is not waited for any more: the same request again
         is a new call."""
 
         def drop_failed(answers: asyncio.Future[list[Node]]) -> None:
             if answers.cancelled() or answers.exception() is not None:
-                self.drop(prompt, pending)
+                self.drop(pending)
 
-        self.pending.setdefault(prompt, []).append(pending)
-        self.delivered.pop(prompt, None)
+        self.pending.setdefault(pending.prompt, []).append(pending)
+        self.delivered.pop(pending.prompt, None)
         pending.answers.add_done_callback(drop_failed)
 
-    def drop(self, prompt: Digest, pending: Pending) -> None:
+    def drop(self, pending: Pending) -> None:
         """Nobody has to get its answers any more."""
-        waiting = self.pending.get(prompt, [])
+        waiting = self.pending.get(pending.prompt, [])
         if pending in waiting:
             waiting.remove(pending)
         if not waiting:
-            self.pending.pop(prompt, None)
+            self.pending.pop(pending.prompt, None)
 
-    def handed_over(self, prompt: Digest, pending: Pending) -> None:
+    def handed_over(self, pending: Pending) -> None:
         """Its last byte is on its way."""
-        self.drop(prompt, pending)
+        self.drop(pending)
         pending.previews.clear()
-        self.delivered[prompt] = pending
+        self.delivered[pending.prompt] = pending
 
     def drop_delivered(self, nodes: list[int]) -> None:
         """These answers turned out to have arrived."""
         for prompt in {self.tree.prompt(number) for number in nodes}:
             for pending in [each for each in self.pending.get(prompt, []) if each.delivered]:
-                self.drop(prompt, pending)
+                self.drop(pending)
 
     def retried(self, turn: Turn, place: Place, retry_count: int) -> Pending | None:
         """The call that this request repeats because its answer did not arrive; None: the request is a new one.
@@ -142,6 +144,25 @@ class Session:
         same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
         return [pending.answers for pending in same if pending.interrupted and not pending.answers.done()]
 
+    def begun_elsewhere(self, turn: Turn, place: Place) -> list[Pending]:
+        """Calls like this one that other gateways have not answered yet."""
+        same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
+        return [pending for pending in same if pending.gateway and not pending.answers.done()]
+
+    def undelivered(self) -> list[int]:
+        """Nodes of which the store may know more by now."""
+        return [number for number, node in self.tree.nodes.items() if not node.delivered]
+
+    def forget_interrupted(self, number: int) -> None:
+        """An answer that was broken off; another one holds it whole now."""
+        del self.tree.nodes[number]
+        for key, kept in list(self.interrupted.items()):
+            left = [node for node in kept if node.number != number]
+            if left:
+                self.interrupted[key] = left
+            else:
+                del self.interrupted[key]
+
     def take_interrupted(self, prompt: Digest, wanted: Wanted) -> list[Node]:
         """Answers to go on with; they are the caller's now."""
         found = self.interrupted.pop((prompt, wanted), [])
@@ -152,47 +173,3 @@ class Session:
 
 def attempt_ended(attempt: AttemptId) -> WireError:
     return WireError(403, "attempt_ended", f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
-
-
-async def load(store: Store, attempt: AttemptId, policy: Callable[[str], ChatTemplate]) -> Session | None:
-    """The session of a live attempt; None: there is none."""
-    known = await store.read(lambda connection: load_attempt(connection, attempt))
-    if known is None or not known["live"]:
-        return None
-
-    nodes = await store.read(lambda connection: load_nodes(connection, attempt))
-    session = Session(
-        attempt=attempt,
-        run=known["run"],
-        index=known["index"],
-        seed=known["seed"],
-        sampling=known["sampling"],
-        limits=known["limits"],
-        history=known["history"],
-        side_calls=known["side_calls"],
-        template=policy(known["policy"]).at(known["created"]),
-        tree=await asyncio.to_thread(Tree.of, nodes),
-        calls=await store.read(lambda connection: count_calls(connection, attempt)),
-        next_number=known["nodes"] + 1,
-        faults=known["faults"],
-    )
-    await _open_calls(store, session, nodes)
-    return session
-
-
-async def _open_calls(store: Store, session: Session, nodes: list[Node]) -> None:
-    """Put back what nobody got: whole answers, to be replayed, and broken-off ones, to be gone on with."""
-    by_call: dict[str, list[Node]] = {}
-    for node in nodes:
-        if not node.delivered:
-            by_call.setdefault(node.call, []).append(node)
-    wanted_by = await store.read(lambda connection: load_wanted(connection, list(by_call)))
-    for call, answers in by_call.items():
-        wanted, prompt = wanted_by[call], session.tree.prompt(answers[0].number)
-        broken_off = [node for node in answers if node.finish == INTERRUPTED]
-        if broken_off:
-            session.interrupted.setdefault((prompt, wanted), []).extend(broken_off)
-        elif len(answers) == wanted.n:
-            done = asyncio.get_running_loop().create_future()
-            done.set_result(answers)
-            session.pending.setdefault(prompt, []).append(Pending(call, done, wanted, waiting=0))

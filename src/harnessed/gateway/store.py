@@ -1,190 +1,78 @@
-"""The durable records: one schema, and a writer thread that commits in groups.
+"""The durable records: one writer thread that commits in groups, on SQLite or PostgreSQL.
 
 All writes of the gateway go through one thread. It takes whatever has been queued, runs it in one transaction and
-commits once, so a busy gateway pays for one commit per batch, not per call; a write whose function raises is rolled
-back alone. `write` returns after the commit: what it recorded survives kill -9 of the process (and power loss with
-`power_safe`). What the transactions do is in `lifecycle.py` (groups, rollouts, attempts) and `recording.py` (calls,
-nodes); `api.py` and `exchange.py` call them through here.
+commits once, so a busy gateway pays for one commit per batch, not per call; a write whose function raises is undone
+alone. `write` returns after the commit: what it recorded survives kill -9 of the process (and power loss with
+`power_safe`). Several gateways may share a PostgreSQL database: their transactions come one after the other, under one
+lock, so that none sees half of another's and the cursor of the journal grows in the order of the commits.
+
+What the transactions do is in `lifecycle.py` (groups, rollouts, attempts), `recording.py` (calls, nodes),
+`closings.py` (turnstiles) and `peers.py` (gateways); `api.py` and `exchange.py` call them through here. The tables are
+in `tables.py`.
 """
 
 import asyncio
 import logging
 import queue
+import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from sqlalchemy import (
-    JSON,
-    Boolean,
-    Column,
-    Connection,
-    Engine,
-    Float,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    create_engine,
-    event,
-    insert,
-)
+from sqlalchemy import Connection, Engine, create_engine, event, insert, make_url, text
+from sqlalchemy.exc import DBAPIError, OperationalError
 
+from harnessed.config import ConfigError
+from harnessed.gateway.migrations import migrate
+from harnessed.gateway.tables import changes
 from harnessed.records import ChangeKind
 
 log = logging.getLogger("harnessed.gateway.store")
 T = TypeVar("T")
-
-schema = MetaData()
-
-runs = Table(
-    "runs",
-    schema,
-    Column("id", String, primary_key=True),
-    Column("policy", String, nullable=False),
-    Column("limits", JSON, nullable=False),
-    Column("history", String, nullable=False),
-    Column("side_calls", JSON, nullable=False),
-    Column("created", Float, nullable=False),
-)
-
-engines = Table(
-    "engines",
-    schema,
-    Column("id", String, primary_key=True),
-    Column("url", String, nullable=False),
-    Column("run", String, nullable=False),
-    Column("speaks", String, nullable=False),
-    Column("model", String, nullable=False),
-)
-
-groups = Table(
-    "groups",
-    schema,
-    Column("id", String, primary_key=True),
-    Column("run", String, nullable=False, index=True),
-    Column("task", JSON, nullable=False),
-    Column("n", Integer, nullable=False),
-    Column("purpose", String, nullable=False),
-    Column("sampling", JSON, nullable=False),
-    Column("seed", Integer, nullable=False),
-    Column("complete", Boolean, nullable=False),
-    Column("created", Float, nullable=False),
-)
-
-rollouts = Table(
-    "rollouts",
-    schema,
-    Column("id", String, primary_key=True),
-    Column("run", String, nullable=False, index=True),
-    Column("group", String, nullable=False, index=True),
-    Column("index", Integer, nullable=False),
-    Column("purpose", String, nullable=False),
-    Column("state", String, nullable=False),
-    Column("attempt", Integer, nullable=False),
-    Column("outcome", String),
-    Column("reason", String, nullable=False),
-    Column("reward", Float),
-    Column("parts", JSON, nullable=False),
-    Column("created", Float, nullable=False),
-    Column("started", Float),
-    Column("finished", Float),
-    Index("rollouts_by_state", "state", "created"),
-)
-
-attempts = Table(
-    "attempts",
-    schema,
-    Column("rollout", String, primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("owner", String, nullable=False),
-    Column("lease_until", Float, nullable=False),
-    Column("tries", Integer, nullable=False),  # attempts that the rollout may have in all, as the claim said
-    Column("live", Boolean, nullable=False),  # calls are admitted and recorded only while this is true
-    Column("nodes", Integer, nullable=False),  # number of the last node
-    Column("faults", JSON, nullable=False),  # request -> why it was refused or failed: `budget: ...`, `engine: ...`
-    Column("started", Float, nullable=False),
-    Column("ended", Float),
-    Index("attempts_by_lease", "live", "lease_until"),
-)
-
-calls = Table(
-    "calls",
-    schema,
-    Column("id", String, primary_key=True),
-    Column("rollout", String, nullable=False, index=True),
-    Column("attempt", Integer, nullable=False),
-    Column("state", String, nullable=False),  # admitted, answered, failed; lost: its gateway died
-    Column("asked", JSON, nullable=False),  # the request without messages and tools, as the harness sent it
-    Column("wanted", JSON, nullable=False),  # what of it the gateway honours: wire.turn.Wanted
-    Column("admitted", Float, nullable=False),
-    Column("ended", Float),
-)
-
-nodes = Table(
-    "nodes",
-    schema,
-    Column("rollout", String, primary_key=True),
-    Column("attempt", Integer, primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("parent", Integer, nullable=False),
-    Column("call", String, nullable=False),
-    Column("segment", LargeBinary, nullable=False),
-    Column("answer", LargeBinary, nullable=False),
-    Column("logprobs", LargeBinary, nullable=False),
-    Column("versions", LargeBinary, nullable=False),
-    Column("sampled", Integer, nullable=False),
-    Column("temperature", Float, nullable=False),
-    Column("finish", String, nullable=False),
-    Column("cut", Integer, nullable=False),
-    Column("delivered", Boolean, nullable=False),
-    Column("follows", Integer, nullable=False),
-    Column("broken_calls", Integer, nullable=False),
-    Column("apart", String, nullable=False),
-    Column("split", String, nullable=False),
-    Column("messages", LargeBinary, nullable=False),  # JSON, not parsed again before somebody reads it
-    Column("message", LargeBinary, nullable=False),
-    Column("tools", LargeBinary, nullable=False),
-    ForeignKeyConstraint(["rollout", "attempt"], ["attempts.rollout", "attempts.number"]),
-)
-
-events = Table(
-    "events",
-    schema,
-    Column("number", Integer, primary_key=True, autoincrement=True),
-    Column("rollout", String, nullable=False, index=True),
-    Column("attempt", Integer, nullable=False),
-    Column("type", String, nullable=False),
-    Column("data", JSON, nullable=False),
-    Column("time", Float, nullable=False),
-)
-
-changes = Table(
-    "changes",
-    schema,
-    Column("cursor", Integer, primary_key=True, autoincrement=True),
-    Column("kind", String, nullable=False),
-    Column("id", String, nullable=False),
-    Column("run", String, nullable=False),
-    Column("state", String, nullable=False),
-    Index("changes_by_run", "run", "cursor"),
-)
-
 Work = Callable[[Connection], T]
+"""It may run more than once, each time in a transaction of its own of which only the last one is kept."""
+Queued = tuple[Work[Any], asyncio.Future[Any] | None]
+Result = tuple[asyncio.Future[Any] | None, Any, BaseException | None]
+
+AWAY_LIMIT_S = 60.0
+"""How long writes wait for a database that does not answer."""
+AWAY_PAUSE_S = 0.2
+LEAST_FREE_BYTES = 64 << 20
+"""What was admitted can still be answered, and an update of the records begun, with so much."""
+_WRITERS_LOCK = 0x6861726E
+"""Any number that nobody else locks."""
+
+
+class Refused(Exception):
+    """The request contradicts the records; `status` is the HTTP status that says how."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Store:
-    """The database of one gateway. `write` and `read` are for its event loop; close it before the loop ends."""
+    """A database, of one gateway or of several. `write` and `read` are for its event loop; close it before the loop
+    ends."""
 
-    def __init__(self, path: Path, *, power_safe: bool = False) -> None:
-        self._engine = _sqlite(path, power_safe)
-        schema.create_all(self._engine)
-        self._queue: queue.SimpleQueue[tuple[Work[Any], asyncio.Future[Any] | None] | None] = queue.SimpleQueue()
+    def __init__(self, url: str, *, power_safe: bool = False, client: str = "harnessed") -> None:
+        """`client` names the process to the database. Raises ConfigError."""
+        self.shared = make_url(url).get_backend_name() == "postgresql"
+        """Whether other gateways may use it too."""
+        self.trouble = ""
+        """Why the last commit failed; empty if it did not."""
+        self._folder = None if self.shared else Path(make_url(url).database or "").parent
+        self._engine = _postgresql(url, client) if self.shared else _sqlite(url, power_safe)
+        try:
+            with self._engine.begin() as connection:
+                self._lock(connection)
+                migrate(connection)
+        except DBAPIError as error:
+            raise ConfigError(f"gateway.database: cannot use it: {' '.join(str(error.orig).split())}") from error
+        self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._thread = threading.Thread(target=self._commit_groups, name="store", daemon=True)
@@ -233,23 +121,56 @@ class Store:
             while not self._queue.empty():
                 batch.append(self._queue.get())
             closing = None in batch
-            self._commit([item for item in batch if item is not None])
+            if work := [item for item in batch if item is not None]:
+                self._commit(work)
 
-    def _commit(self, batch: list[tuple[Work[Any], asyncio.Future[Any] | None]]) -> None:
-        done: list[tuple[asyncio.Future[Any] | None, Any, BaseException | None]] = []
+    def _commit(self, batch: list[Queued]) -> None:
+        deadline = time.monotonic() + AWAY_LIMIT_S
+        while True:
+            try:
+                done, journalled = self._transact(batch)
+                self.trouble = next((_said(e) for _, _, e in done if isinstance(e, OperationalError)), self._no_room())
+                break
+            except Exception as error:  # noqa: BLE001  # the commit itself failed (disk full, say): everybody in it has to know
+                away = _is_away(error) and time.monotonic() < deadline
+                if not (away and self.trouble):
+                    log.warning("a group commit of %d writes failed: %s", len(batch), _said(error))
+                self.trouble = _said(error)
+                if not away:
+                    done, journalled = [(future, None, error) for _, future in batch], False
+                    break
+                time.sleep(AWAY_PAUSE_S)
+        self._loop.call_soon_threadsafe(self._resolve, done, journalled)
+
+    def _transact(self, batch: list[Queued]) -> tuple[list[Result], bool]:
+        """All of the batch in one transaction; each in a savepoint of its own if one of them fails without them."""
         try:
             with self._engine.begin() as connection:
                 connection.info.pop("journalled", None)
-                for work, future in batch:
-                    done.append((future, *_run_alone(connection, work)))
-                journalled = connection.info.pop("journalled", False)
-        except Exception as error:  # the commit itself failed (disk full, say): everybody in it has to know
-            log.exception("a group commit of %d writes failed", len(batch))
-            done = [(future, None, error) for _, future in batch]
-            journalled = False
-        self._loop.call_soon_threadsafe(self._resolve, done, journalled)
+                self._lock(connection)
+                done: list[Result] = [(future, work(connection), None) for work, future in batch]
+                return done, connection.info.pop("journalled", False)
+        except Exception as error:
+            if _is_away(error):
+                raise
+        with self._engine.begin() as connection:
+            connection.info.pop("journalled", None)
+            self._lock(connection)
+            done = [(future, *_run_alone(connection, work)) for work, future in batch]
+            return done, connection.info.pop("journalled", False)
 
-    def _resolve(self, done: list[tuple[asyncio.Future[Any] | None, Any, BaseException | None]], wake: bool) -> None:
+    def _no_room(self) -> str:
+        """Why nothing more should be written, although it still can."""
+        if self._folder is None or (free := shutil.disk_usage(self._folder).free) > LEAST_FREE_BYTES:
+            return ""
+        return f"only {free >> 20} MB are free where {self._folder} lies: make room, and it goes on"
+
+    def _lock(self, connection: Connection) -> None:
+        """Until the end of the transaction. SQLite has one writer by itself."""
+        if self.shared:
+            connection.execute(_LOCK, {"number": _WRITERS_LOCK})
+
+    def _resolve(self, done: list[Result], wake: bool) -> None:
         for future, result, error in done:
             if future is None:
                 if error:
@@ -263,6 +184,9 @@ class Store:
             self.wake()
 
 
+_LOCK = text("SELECT pg_advisory_xact_lock(:number)")
+
+
 def journal(connection: Connection, kind: ChangeKind, id: str, run: str, state: str) -> None:
     """Append a change to what the long-poll tells, in the transaction that makes the change."""
     connection.execute(insert(changes).values(kind=kind, id=id, run=run, state=state))
@@ -270,22 +194,39 @@ def journal(connection: Connection, kind: ChangeKind, id: str, run: str, state: 
 
 
 def _run_alone(connection: Connection, work: Work[Any]) -> tuple[Any, BaseException | None]:
-    """Run one write so that its failure undoes itself only."""
+    """Run one write so that its failure undoes itself only. Raises what makes the whole transaction void."""
     savepoint = connection.begin_nested()
     try:
         result = work(connection)
-    except Exception as error:  # noqa: BLE001  # what a write raises belongs to its caller, not to its neighbours
-        savepoint.rollback()
+    except Exception as error:  # what a write raises belongs to its caller, not to its neighbours
+        if _is_away(error):
+            raise
+        try:
+            savepoint.rollback()
+        except DBAPIError:  # SQLite gives the whole transaction up when its disk is full
+            raise error from None
         return None, error
     savepoint.commit()
     return result, None
 
 
-def _sqlite(path: Path, power_safe: bool) -> Engine:
+def _said(error: BaseException) -> str:
+    return " ".join(str(getattr(error, "orig", None) or error).split())
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether the database was lost from sight, so that nobody knows whether the transaction was kept."""
+    if not isinstance(error, DBAPIError):
+        return False
+    # An error that comes from the server has a state; that no connection was had, has none.
+    return error.connection_invalidated or getattr(error.orig, "sqlstate", "") is None
+
+
+def _sqlite(url: str, power_safe: bool) -> Engine:
     engine = create_engine(
-        f"sqlite:///{path}",
+        url,
         connect_args={"check_same_thread": False, "timeout": 30},
-        json_serializer=lambda value: orjson.dumps(value).decode(),
+        json_serializer=_dumps,
         json_deserializer=orjson.loads,
     )
 
@@ -300,3 +241,19 @@ def _sqlite(path: Path, power_safe: bool) -> Engine:
         connection.exec_driver_sql("BEGIN")
 
     return engine
+
+
+def _postgresql(url: str, client: str) -> Engine:
+    # A gateway that stands still in a transaction must not hold the lock of all for ever.
+    options = "-c idle_in_transaction_session_timeout=10s"
+    return create_engine(
+        make_url(url).set(drivername="postgresql+psycopg"),
+        connect_args={"application_name": client, "connect_timeout": 5, "options": options},
+        pool_pre_ping=True,
+        json_serializer=_dumps,
+        json_deserializer=orjson.loads,
+    )
+
+
+def _dumps(value: Any) -> str:
+    return orjson.dumps(value).decode()

@@ -82,11 +82,15 @@ class Tree:
     def of(cls, nodes: list[Node]) -> "Tree":
         tree = cls()
         for node in nodes:
-            digest = tree._ends[node.follows] if node.follows else _start(node.tools)
-            for message in node.messages:
-                digest = tree._fold(digest, message)
-            tree.add(node, digest)
+            tree.restore(node)
         return tree
+
+    def restore(self, node: Node) -> None:
+        """Take in a node as it was stored; what it follows is here."""
+        digest = self._ends[node.follows] if node.follows else _start(node.tools)
+        for message in node.messages:
+            digest = self._fold(digest, message)
+        self.add(node, digest)
 
     def place(self, messages: list[Message], tools: list[Message]) -> Place:
         digest = _start(tools)
@@ -164,6 +168,10 @@ class Tree:
         """The answer of a call, or the one that made a tool call of that id; None: there is none."""
         number = self._answered(name) or self._ids.get(name, 0)
         return self.nodes[number].message if number else None
+
+    def answers(self, call: str) -> list[Node]:
+        """The whole answers of a call."""
+        return [self.nodes[number] for number in self._calls.get(call, []) if number in self._ends]
 
     def repeated(self, place: Place, number: int) -> Message:
         """The answer of a node of the conversation that a request follows, as the request repeats it."""

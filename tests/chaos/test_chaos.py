@@ -18,6 +18,7 @@ import yaml
 from books import Books
 from crew import ATTEMPTS, Crew
 from policies import CALLING, make_policy
+from postgres import running as postgres
 from supervisor import Service, faults, kill_all, schedule
 from talkers import Connections
 
@@ -116,3 +117,10 @@ async def play(folder: Path, services: dict[str, Service], gateways: list[str]) 
 async def test_one_gateway_on_sqlite(tmp_path):
     gateways = ["gateway"]
     await play(tmp_path, make_services(tmp_path, gateways), gateways)
+
+
+async def test_two_gateways_on_postgresql(tmp_path):
+    """Round robin by call, and each retry by a caller goes to the other one."""
+    gateways = ["gateway 1", "gateway 2"]
+    with postgres() as database:
+        await play(tmp_path, make_services(tmp_path, gateways, database=database), gateways)

@@ -21,6 +21,7 @@ ALLOWED = {
     "engine": {"records", "config", "weights"},
     "browse": {"*"},
     "run": {"*"},
+    "up": {"*"},
     "doctor": {"*"},
     "cli": {"*"},
 }

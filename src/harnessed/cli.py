@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import math
 import socket
 import sys
 from collections.abc import Callable
@@ -18,10 +19,10 @@ from typing import NoReturn
 
 from harnessed import services
 from harnessed.browse.commands import add_commands
-from harnessed.client import ApiError, AsyncClient, Client, Unreachable
+from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError, load
 from harnessed.records import TRAINED_OUTCOMES, Purpose, Task
-from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key
+from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key, keep_admin_key
 from harnessed.training.failures import RunFailed
 
 
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, description in (
         ("train", train, "train the policy on the tasks of a configuration"),
         ("eval", evaluate, "run the held-out tasks alone"),
+        ("up", start_house, "start a gateway and a controller together, until Ctrl-C"),
         ("gateway", serve_gateway, "serve harnesses and keep the records"),
         ("controller", run_controller, "run agents for a gateway"),
         ("engine", serve_engine, "serve a policy's tokens"),
@@ -65,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "train":
             description = "run one rollout of the first task, and print the rows that it would give"
             command.add_argument("--dry-run", action="store_true", help=description)
+        if name == "up":
+            description = "start an engine too, with the policy of the configuration"
+            command.add_argument("--engine", action="store_true", help=description)
     description = "examine a policy's tokenizer and chat template"
     command = commands.add_parser("doctor", help=description, description=description)
     command.add_argument("--model", type=Path, required=True, help="folder of the policy")
@@ -108,17 +113,19 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         run.wait_for_engine()
         watch = run.watch()
         with Display(config.trainer.steps, lambda: watch.counts) as display:
+            run.tell(display.note)
             trainer = Trainer(
                 config,
                 run.folder,
                 run.id,
                 run.gateway,
-                Client(run.engine_url),
+                run.engine(),
                 backend,
                 run.rollouts(watch, display.tick),
                 display,
                 itertools.chain(first, train_tasks),
                 held_out,
+                run.restarts,
             )
             summary = trainer.run()
     display.summary(summary, str(run.folder))
@@ -163,6 +170,7 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
         run.wait_for_engine()
         watch = run.watch()
         with Display(0, lambda: watch.counts) as display:
+            run.tell(display.note)
             display.phase("held-out tasks")
             result = evaluate_held_out(
                 run.rollouts(watch, display.tick),
@@ -182,16 +190,21 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def start_house(config: Config, arguments: argparse.Namespace) -> int:
+    from harnessed.up import up
+
+    given = [str(arguments.config.resolve()), *arguments.overrides]
+    up(config, given, _service_folder(config, arguments), engine=arguments.engine)
+    return 0
+
+
 def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
-    from harnessed.gateway.app import SECRET, serve
-    from harnessed.gateway.keys import ADMIN, Keyring
+    from harnessed.gateway.app import serve
 
     folder = _service_folder(config, arguments)
     listener = _listener(arguments, config.gateway.host, config.gateway.port, "gateway.port")
     if not arguments.owner:
-        key_file = folder / "admin.key"
-        key_file.touch(mode=0o600)
-        key_file.write_text(Keyring.from_file(folder / SECRET).sign(ADMIN), encoding="utf-8")
+        key_file = keep_admin_key(folder)
         _say(f"gateway on {services.url_of(listener)}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}")
     serve(listener, folder, config.gateway)
     return 0
@@ -208,7 +221,8 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
     url, folder = config.gateway.url, _service_folder(config, arguments) / "attempts"
 
     async def run() -> None:
-        async with AsyncClient(url, admin_key()) as client:
+        # As long as it lives: who runs it may start the gateway later.
+        async with AsyncClient(url, admin_key(), patience_s=math.inf) as client:
             await reconcile(config, client, folder, arguments.run_id or config.run.name)
 
     asyncio.run(run())

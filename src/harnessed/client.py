@@ -6,9 +6,16 @@ Each route is described once, by a function that makes a typed `Call`; `Client` 
     rollout = gateway(get_rollout("demo.g1.0"))
 
 Both raise `ApiError` when the server refuses, with its own reason, and `Unreachable` when no server answers. A call
-waits for at most its own deadline.
+waits for at most its own deadline. With `patience_s` a server that is away, or in trouble of its own (status 429 or
+500 and above), is asked again for so long. Every call may be repeated: what it does is done once, except where its
+docstring says otherwise.
 """
 
+import asyncio
+import logging
+import math
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -39,6 +46,10 @@ from harnessed.records import (
 )
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_PAUSES_S = (0.05, 2.0)
+"""First and longest pause before a server is asked again; each is twice the last, and shortened by chance."""
 
 
 class ApiError(Exception):
@@ -87,18 +98,71 @@ class Call(Generic[T]):
         raise ApiError(f"{self.method} {self.path}", response.status_code, message)
 
 
+class _Patience:
+    """How long one client waits for its server; tells people once that it does, and once that it need not any more."""
+
+    def __init__(self, url: str, patience_s: float) -> None:
+        self._url = url
+        self._patience_s = patience_s
+        self._waiting = False
+
+    def begin(self) -> "_Waiting":
+        return _Waiting(self, time.monotonic() + self._patience_s)
+
+    def wait(self, problem: Exception) -> None:
+        if not self._waiting:
+            limit = "" if self._patience_s == math.inf else f" for up to {self._patience_s:.0f} s"
+            log.warning("%s; asking again%s", problem, limit)
+        self._waiting = True
+
+    def answered(self) -> None:
+        if self._waiting:
+            log.warning("%s answers again", self._url)
+        self._waiting = False
+
+
+class _Waiting:
+    """The tries of one call."""
+
+    def __init__(self, patience: _Patience, deadline: float) -> None:
+        self._patience = patience
+        self._deadline = deadline
+        self._pause_s = _PAUSES_S[0]
+
+    def pause_s(self, problem: Exception) -> float:
+        """How long to wait before asking again. Raises the problem if the call is refused, or the time is up."""
+        refused = isinstance(problem, ApiError) and problem.status < 500 and problem.status != 429
+        pause_s = self._pause_s * random.uniform(0.5, 1)
+        if refused or time.monotonic() + pause_s > self._deadline:
+            raise problem
+        self._pause_s = min(2 * self._pause_s, _PAUSES_S[1])
+        self._patience.wait(problem)
+        return pause_s
+
+
 class Client:
     """Performs calls, blocking. May be used by several threads."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(
+        self, url: str, key: str = "", *, patience_s: float = 0, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """`meanwhile` is called before a server is asked again; what it raises ends the wait."""
         self.url = url
+        self._patience = _Patience(url, patience_s)
+        self._meanwhile = meanwhile
         self._http = httpx.Client(base_url=url, headers=_authorisation(key), trust_env=False)
 
     def __call__(self, call: Call[T]) -> T:
-        try:
-            return call.read(self._http.send(call.request(self._http)))
-        except httpx.TransportError as error:
-            raise Unreachable(_unreachable(self.url, call, error)) from error
+        waiting = self._patience.begin()
+        while True:
+            try:
+                answer = call.read(self._http.send(call.request(self._http)))
+            except (httpx.TransportError, ApiError) as error:
+                self._meanwhile()
+                time.sleep(waiting.pause_s(_problem(self.url, call, error)))
+            else:
+                self._patience.answered()
+                return answer
 
     def __enter__(self) -> Self:
         return self
@@ -110,15 +174,21 @@ class Client:
 class AsyncClient:
     """Performs calls on the running event loop."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str = "", *, patience_s: float = 0) -> None:
         self.url = url
+        self._patience = _Patience(url, patience_s)
         self._http = httpx.AsyncClient(base_url=url, headers=_authorisation(key), trust_env=False)
 
     async def __call__(self, call: Call[T]) -> T:
-        try:
-            return call.read(await self._http.send(call.request(self._http)))
-        except httpx.TransportError as error:
-            raise Unreachable(_unreachable(self.url, call, error)) from error
+        waiting = self._patience.begin()
+        while True:
+            try:
+                answer = call.read(await self._http.send(call.request(self._http)))
+            except (httpx.TransportError, ApiError) as error:
+                await asyncio.sleep(waiting.pause_s(_problem(self.url, call, error)))
+            else:
+                self._patience.answered()
+                return answer
 
     async def __aenter__(self) -> Self:
         return self
@@ -131,8 +201,13 @@ def _authorisation(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _unreachable(url: str, call: Call[Any], error: httpx.TransportError) -> str:
-    return f"{url} did not answer {call.method} {call.path}: {type(error).__name__} {error}".rstrip()
+def _problem(url: str, call: Call[Any], error: httpx.TransportError | ApiError) -> Exception:
+    """What the caller is told."""
+    if isinstance(error, ApiError):
+        return error
+    problem = Unreachable(f"{url} did not answer {call.method} {call.path}: {type(error).__name__} {error}".rstrip())
+    problem.__cause__ = error
+    return problem
 
 
 def _json(type_: type[T]) -> Callable[[bytes], T]:
@@ -209,7 +284,7 @@ def cancel_group(group: str) -> Call[Group]:
 
 
 def cancel_run(run: str) -> Call[list[str]]:
-    """End all unfinished rollouts of a run with the outcome `cancelled`; their ids."""
+    """End all unfinished rollouts of a run with the outcome `cancelled`; their ids (a repeated call finds none)."""
     return Call("POST", f"/api/runs/{run}/cancel", _json(list[str]), timeout_s=60)
 
 
@@ -240,7 +315,8 @@ def claim(run: str, owner: str, most: int, attempts: int, wait_s: float = 0) -> 
     `run` is a run's id, or the name that the ids of several runs begin with (`demo` for `demo-1f2e3d`).
 
     Waits up to wait_s for the first one. The owner keeps what it claimed as long as it renews (`renew`); a rollout
-    whose attempt was lost is queued again, up to `attempts` attempts in all.
+    whose attempt was lost is queued again, up to `attempts` attempts in all. What a call claimed whose answer was lost
+    is the owner's too: `renew` names it.
     """
     body = {"run": run, "owner": owner, "most": most, "attempts": attempts, "wait_s": wait_s}
     return Call("POST", "/api/attempts/claim", _json(list[Assignment]), body, timeout_s=wait_s + 30)
@@ -257,19 +333,24 @@ def get_held_seconds(rollout: str, attempt: int) -> Call[float]:
 
 
 def end_attempt(rollout: str, attempt: int, ending: Ending, attempts: int) -> Call[Rollout]:
-    """Report an ending. `infrastructure` queues the rollout again while it has had fewer than `attempts` attempts."""
+    """Report an ending. `infrastructure` queues the rollout again while it has had fewer than `attempts` attempts.
+
+    Status 409: the attempt has ended, perhaps by this very report, whose answer was lost.
+    """
     body = _dump(ending) | {"attempts": attempts}
     # The gateway waits up to 30 s for what its engine still generates for the attempt.
     return Call("POST", f"/api/rollouts/{rollout}/attempts/{attempt}/end", _json(Rollout), body, timeout_s=60)
 
 
 def post_reward(rollout: str, reward: Reward) -> Call[Rollout]:
-    """Give a reward before the attempt ends (admin or the rollout's evaluator key); the first one wins."""
+    """Give a reward before the attempt ends (admin or the rollout's evaluator key); the first one wins, and any other
+    is refused with status 409."""
     return Call("POST", f"/api/rollouts/{rollout}/reward", _json(Rollout), _dump(reward))
 
 
 def append_event(event: Event) -> Call[None]:
-    """Keep something about an attempt (admin, or the attempt's own key)."""
+    """Keep something about an attempt (admin, or the attempt's own key). A call that is repeated because its answer was
+    lost keeps it twice."""
     return Call("POST", "/api/events", _nothing, _dump(event))
 
 
@@ -291,7 +372,7 @@ def get_totals(run: str) -> Call[Totals]:
 
 
 def pause_engine(timeout_s: float) -> Call[None]:
-    """Returns when no generation runs any more; later ones wait until `resume_engine`."""
+    """Returns when no generation runs any more; later ones wait until `resume_engine`, or until the engine dies."""
     return Call("POST", "/pause", _nothing, {}, timeout_s=timeout_s)
 
 

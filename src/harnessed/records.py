@@ -360,8 +360,6 @@ class CallState(StrEnum):
 
     ADMITTED = "admitted"
     ANSWERED = "answered"
-    LEFT = "left"
-    """Answered, and its client had gone away before it got the last byte."""
     INTERRUPTED = "interrupted"
     """Its client went away before its answer: what was sampled for it is kept."""
     FAILED = "failed"

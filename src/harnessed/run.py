@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,8 @@ from harnessed.training.watch import Watch
 
 ADMIN_KEY_VARIABLE = "HARNESSED_ADMIN_KEY"
 """Holds the admin key of a gateway that the run did not start itself."""
+PATIENCE_S = 300.0
+"""How long a run waits for a gateway or an engine that is away."""
 
 
 def admin_key() -> str:
@@ -37,6 +40,20 @@ def admin_key() -> str:
     if not key:
         raise ConfigError(f"gateway.url names a running gateway: set {ADMIN_KEY_VARIABLE} to its admin key")
     return key
+
+
+def keep_admin_key(folder: Path) -> Path:
+    """The file, for its owner alone, that holds the admin key of a gateway in this folder."""
+    path = folder / "admin.key"
+    path.touch(mode=0o600)
+    path.write_text(Keyring.from_file(folder / SECRET).sign(ADMIN), encoding="utf-8")
+    return path
+
+
+def hear_interrupts() -> None:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt: a shell starts its background jobs with SIGINT ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 class Run:
@@ -56,13 +73,27 @@ class Run:
         self.gateway: Client
 
     def __enter__(self) -> Self:
-        # Set, not inherited: a shell starts its background jobs with SIGINT ignored.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        hear_interrupts()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._services.stop()
+
+    @property
+    def restarts(self) -> Counter[str]:
+        """How often each service died and was started again."""
+        return self._services.restarts
+
+    def tell(self, say: Callable[[str], None]) -> None:
+        """Whom deaths and restarts of services are told from now on; called by a thread."""
+        self._services.say = say
+
+    def engine(self) -> Client:
+        """The engine's own routes."""
+        return self._client(self.engine_url, "")
+
+    def _client(self, url: str, key: str) -> Client:
+        return Client(url, key, patience_s=PATIENCE_S, meanwhile=self._services.check)
 
     def start(self, weights: Path | None) -> None:
         """Start the services and make the run known to its gateway; `weights`: what a trainer shares with the engine.
@@ -82,7 +113,7 @@ class Run:
         if not config.controller.external:  # last, so that it ends first and can give back what it holds
             arguments = [*self._arguments, f"gateway.url={self.gateway_url}", *options, "--run-id", self.id]
             self._services.start("controller", arguments)
-        self.gateway = Client(self.gateway_url, admin_key())
+        self.gateway = self._client(self.gateway_url, admin_key())
         policy = config.policy
         run = RunSpec(
             id=self.id,
@@ -91,7 +122,9 @@ class Run:
             history=policy.history,
             side_calls=config.harness.side_calls,
         )
-        self.gateway(create_run(run))
+        # The own one is still starting; a wrong URL of another one is told at once.
+        first = self.gateway if config.gateway.url is None else Client(self.gateway_url, admin_key())
+        first(create_run(run))
         examination = self.gateway(examine_template(self.id))
         template = ChatTemplate(policy.model)
         if template.writes_calls and not template.format.calls:

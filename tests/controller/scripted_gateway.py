@@ -24,11 +24,15 @@ class ScriptedGateway:
         self.end_times: dict[str, float] = {}
         self.refused_ends: list[str] = []
         self.claims: list[dict[str, Any]] = []
+        self.claiming = 0
+        """Claims that wait for something to do, also those of controllers that died."""
         self.answered: dict[str, float] = {}
         """When the claim that holds this attempt was answered."""
         self.lose_claims = 0
         """So many claims are granted, and their answer is lost."""
         self.down = False
+        self.turned_away: list[str] = []
+        """Paths that were asked for while it was down."""
         self.changed = threading.Condition()
         gateway = self
 
@@ -40,7 +44,7 @@ class ScriptedGateway:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])) or b"null")
                 key = self.headers.get("authorization", "").removeprefix("Bearer ")
-                answer = (503, {"error": {"message": "down"}}) if gateway.down else gateway.answer(self.path, key, body)
+                answer = gateway.turn_away(self.path) if gateway.down else gateway.answer(self.path, key, body)
                 if answer is None:
                     self.close_connection = True
                     return
@@ -96,6 +100,12 @@ class ScriptedGateway:
             return self.record_end(rollout, int(attempt), body)
         return 404, {"error": {"message": path}}
 
+    def turn_away(self, path: str) -> tuple[int, Any]:
+        with self.changed:
+            self.turned_away.append(path)
+            self.changed.notify_all()
+        return 503, {"error": {"message": "down"}}
+
     def complete(self, key: str, request: dict[str, Any]) -> tuple[int, Any]:
         with self.changed:
             self.requests.append((key, request))
@@ -109,8 +119,11 @@ class ScriptedGateway:
     def claim(self, body: dict[str, Any]) -> tuple[int, Any] | None:
         with self.changed:
             self.claims.append(body)
+            self.claiming += 1
             self.changed.notify_all()
             self.changed.wait_for(lambda: self.queue, min(body["wait_s"], 5))
+            self.claiming -= 1
+            self.changed.notify_all()
             taken, self.queue = self.queue[: body["most"]], self.queue[body["most"] :]
             names = [f"{a['rollout']}/{a['attempt']}" for a in taken]
             self.leased.update(names)

@@ -181,6 +181,25 @@ def test_a_killed_controller_leaves_no_process(scripted: ScriptedGateway, tmp_pa
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5)
 
 
+def test_a_controller_killed_between_evaluation_and_report_leaves_no_reward(scripted, tmp_path) -> None:
+    with controller(scripted, tmp_path) as process:
+        name = scripted.add("g.0", {"do": "daemons", "mark": "41007", "then": 0.6})
+        wait_for(lambda: processes_with("41007"))
+        scripted.down = True
+        scripted.wait(lambda: "/api/rollouts/g.0/attempts/1/end" in scripted.turned_away)
+        process.kill()
+        process.wait()
+    scripted.wait(lambda: not scripted.claiming)
+    # What a gateway does when the lease is over.
+    scripted.leased.remove(name)
+    scripted.down = False
+    with controller(scripted, tmp_path):
+        again = scripted.add("g.0", {"do": "answer"}, attempt=2)
+        assert scripted.end(again)["reward"] == 1.0
+    assert scripted.ends.keys() == {again}
+    assert name not in scripted.refused_ends
+
+
 @pytest.mark.parametrize("victim", ["template", "keeper"])
 def test_a_killed_template_is_infrastructure_and_the_next_attempt_works(
     scripted: ScriptedGateway, tmp_path, victim: str

@@ -1,7 +1,6 @@
 """Whole runs of `harnessed train`: real services and trainer, a tiny random policy, a small agent."""
 
 import json
-import os
 import shutil
 import signal
 import sqlite3
@@ -179,23 +178,6 @@ def test_a_run_that_is_ended_leaves_no_process_and_a_whole_checkpoint(tmp_path, 
         assert summary["interrupted"]
         assert sum(summary["fates"].values()) == summary["sampled_tokens"]
         assert "Traceback" not in output
-
-
-def test_a_service_that_dies_ends_the_run_with_one_line(tmp_path):
-    run = tmp_path / "run"
-    config = make_config(tmp_path, trainer={"steps": 1000}, tasks={"train": "agent:easy_tasks"})
-    process = start("train", config, f"run.folder={run}")
-    try:
-        wait_for(lambda: any((run / "checkpoints").glob("step-*")), "the first checkpoint")
-        (engine,) = [pid for pid, line in processes_of(tmp_path).items() if f" engine {config}" in line]
-        os.kill(engine, signal.SIGKILL)
-        output = process.communicate(timeout=60)[0].decode()
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    assert "the engine ended with status -9" in output
-    assert "Traceback" not in output
-    wait_for(lambda: processes_of(tmp_path) == {}, "the last process to end", limit_s=10)
 
 
 def test_the_database_is_sound(finished_run):

@@ -2,11 +2,15 @@
 
 import asyncio
 import time
+from random import Random
 
 import openai
 import pytest
 from house import open_house
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from scripted_engine import Scripted
+from test_random_harness import ACTS, EXAMPLES, play_attempts
 from texts import answer
 
 from harnessed.client import (
@@ -210,3 +214,10 @@ async def test_a_gateway_that_is_taken_for_dead_records_no_more(house, monkeypat
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
     (transcript,) = await house.admin(get_transcripts("g"))
     assert sum(build(transcript).fates.values()) == totals.sampled_tokens
+
+
+@settings(max_examples=max(EXAMPLES // 3, 1), deadline=None, suppress_health_check=list(HealthCheck))
+@given(acts=st.lists(st.sampled_from(ACTS), max_size=8), seed=st.integers(0, 2**32))
+async def test_any_mix_of_what_harnesses_do_keeps_the_books(house, acts, seed):
+    """Each call goes to either of them."""
+    await play_attempts(house, [acts], Random(seed), chats=False)

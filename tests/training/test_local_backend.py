@@ -1,5 +1,7 @@
 """One optimiser step of the one-machine backend, against the formula written down again with plain autograd."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -55,7 +57,9 @@ def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budge
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=optimiser.betas, weight_decay=0.0)
     samples, advantages = step_of(temperature)
     for number in (1, 2):
-        update = backend.update(micro_batches(samples, advantages, budget), Objective(importance_cap=2.0))
+        update = backend.update(
+            micro_batches(samples, advantages, budget), Objective(importance_cap=2.0), nullcontext()
+        )
         plain.zero_grad()
         loss = plain_loss(model, samples, advantages, temperature, 2.0)
         loss.backward()
@@ -80,7 +84,7 @@ def test_what_engine_and_trainer_compute_differently_is_told(policy, tmp_path, b
         logits = model(input_ids=torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0].detach()
         logprobs = torch.log_softmax(logits, -1).numpy()
         differences += [abs(logprobs[i - 1, row.tokens[i]] - row.logprobs[i]) for i in np.flatnonzero(row.trained)]
-    metrics = backend.update(micro_batches(samples, advantages, budget), Objective()).metrics
+    metrics = backend.update(micro_batches(samples, advantages, budget), Objective(), nullcontext()).metrics
     assert metrics["logprob_difference_max"] == pytest.approx(max(differences), abs=1e-4)
     assert metrics["logprob_difference"] == pytest.approx(np.mean(differences), abs=1e-4)
 
@@ -89,17 +93,17 @@ def test_an_update_that_is_not_finite_is_not_applied(policy, tmp_path):
     backend = LocalBackend(policy, tmp_path / "weights", Optimiser(learning_rate=1e-2), threads=1)
     before = [parameter.detach().clone() for parameter in backend._model.parameters()]
     samples, _ = step_of(1.0)
-    update = backend.update(micro_batches(samples, [float("inf"), 1.0], 1000), Objective())
+    update = backend.update(micro_batches(samples, [float("inf"), 1.0], 1000), Objective(), nullcontext())
     assert not update.applied
     assert backend.version == Version(0, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, backend._model.parameters(), strict=True))
-    assert backend.update(micro_batches(samples, [1.0, -1.0], 1000), Objective()).applied
+    assert backend.update(micro_batches(samples, [1.0, -1.0], 1000), Objective(), nullcontext()).applied
 
 
 def test_weights_that_were_served_before_go_on_in_a_new_lineage(policy, tmp_path):
     first = LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1)
     samples, advantages = step_of(1.0)
-    first.update(micro_batches(samples, advantages, 1000), Objective())
+    first.update(micro_batches(samples, advantages, 1000), Objective(), nullcontext())
     assert LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1).version == Version(1, 2)
 
 

@@ -30,8 +30,9 @@ def test_the_engine_stands_still_while_the_weights_change_and_goes_on_afterwards
     with ScriptedEngine(lambda prompt, call: [1]) as engine:
         seen = []
 
-        def update(batches, objective):
-            seen.append(engine.paused)
+        def update(batches, objective, standing_still):
+            with standing_still:
+                seen.append(engine.paused)
             return Update(True, {})
 
         trainer_with(engine, SimpleNamespace(update=update))._update(one_group()[1])

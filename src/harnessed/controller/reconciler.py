@@ -9,7 +9,6 @@ rollout starts when a slot is free, not when a timer fires.
 import asyncio
 import logging
 import os
-import random
 import secrets
 import signal
 import socket
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harnessed.client import ApiError, AsyncClient, Call, Unreachable, claim, end_attempt, get_held_seconds, renew
+from harnessed.client import ApiError, AsyncClient, Unreachable, claim, end_attempt, get_held_seconds, renew
 from harnessed.config import Config
 from harnessed.controller.local import LocalRunner
 from harnessed.controller.runner import Ended, Runner
@@ -32,8 +31,6 @@ T = TypeVar("T")
 RENEW_S = 5.0
 """The gateway's lease is 30 s."""
 CLAIM_WAIT_S = 20.0
-_RETRY_S = (0.1, 2.0)
-"""First and longest pause before asking a gateway again that did not answer."""
 _HELD_LIMIT_S = 60.0
 """How long the gateway is asked whether an attempt that has reached its time limit was held."""
 _FAREWELL_S = 3.0
@@ -84,7 +81,8 @@ def compare(seen: Observation) -> Plan:
 async def run_controller(config: Config, client: AsyncClient, folder: Path, run: str) -> None:
     """Run rollouts of `run` (an id, or the name that ids begin with) until SIGTERM or SIGINT.
 
-    Attempts live in `folder`. Returns when no process of them is left.
+    `client` has patience: a gateway that is away is asked again as long as the controller lives. Attempts live in
+    `folder`. Returns when no process of them is left.
     Raises ConfigError or TemplateError if the harness or the evaluator does not start, ApiError if the gateway
     refuses the controller as such.
     """
@@ -114,35 +112,11 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
             loop.remove_signal_handler(number)
 
 
-async def insist(client: AsyncClient, request: Call[T]) -> T:
-    """Ask the gateway until it answers. Raises ApiError if it refuses."""
-    pause, longest = _RETRY_S
-    silent = False
-    while True:
-        try:
-            answer = await client(request)
-        except Unreachable as error:
-            problem = str(error)
-        except ApiError as error:
-            if error.status < 500 and error.status != 429:
-                raise
-            problem = str(error)
-        else:
-            if silent:
-                log.warning("the gateway answers again")
-            return answer
-        if not silent:
-            log.warning("trying again until the gateway answers: %s", problem)
-        silent = True
-        await asyncio.sleep(pause * random.uniform(0.5, 1))
-        pause = min(pause * 2, longest)
-
-
 async def _held_seconds(client: AsyncClient, assignment: Assignment) -> float:
     """A gateway that does not answer for so long does not prolong an attempt."""
     try:
         async with asyncio.timeout(_HELD_LIMIT_S):
-            return await insist(client, get_held_seconds(assignment.rollout, assignment.attempt))
+            return await client(get_held_seconds(assignment.rollout, assignment.attempt))
     except (TimeoutError, ApiError) as error:
         log.warning("attempt %d of rollout %s is not prolonged: %s", assignment.attempt, assignment.rollout, error)
         return 0.0
@@ -198,11 +172,11 @@ class Reconciler:
         self._report_all(plan.report)
         if plan.claim and self._claiming is None:
             request = claim(self._run, self._owner, plan.claim, self._config.attempts, CLAIM_WAIT_S)
-            self._claiming = self._begin(insist(self._client, request))
+            self._claiming = self._begin(self._client(request))
         if self._renewing is None and time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + RENEW_S
             self._claimed_since_renewal.clear()
-            self._renewing = self._begin(insist(self._client, renew(self._owner)))
+            self._renewing = self._begin(self._client(renew(self._owner)))
 
     def _take_answers(self) -> None:
         if self._claiming and self._claiming.done():
@@ -237,7 +211,7 @@ class Reconciler:
         rollout, _, number = name.rpartition("/")
         attempts = int(number) if ended.final else self._config.attempts
         try:
-            await insist(self._client, end_attempt(rollout, int(number), ended.ending, attempts))
+            await self._client(end_attempt(rollout, int(number), ended.ending, attempts))
         except ApiError as error:
             # 409: cancelled, superseded, or ended by an earlier report whose answer was lost.
             if error.status != 409:

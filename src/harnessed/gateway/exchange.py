@@ -265,7 +265,7 @@ class Exchange:
         while not gone.done():
             await self._end_of_interruption(session, turn, place, gone)
             elsewhere = session.begun_elsewhere(turn, place)
-            if not any(pending.unseen or retry_count for pending in elsewhere):
+            if not any(pending.unseen or retry_count or not pending.waiting for pending in elsewhere):
                 return session.retried(turn, place, retry_count)
             await asyncio.sleep(SIGHT_S)
             await self._catch_up(session)
@@ -287,14 +287,10 @@ class Exchange:
         pending.waiting -= 1
         if pending.waiting:
             return
+        if self._store.shared and not pending.gateway:
+            self._store.write_soon(lambda connection: mark_left(connection, pending.id))
         if not pending.answers.done():
             await self._sampler.interrupt(session, pending)
-        if self._store.shared and not pending.gateway:
-            pending.answers.add_done_callback(lambda _: self._mark_left(session, pending))
-
-    def _mark_left(self, session: Session, pending: Pending) -> None:
-        if not (pending.waiting or pending.answers.cancelled() or pending.answers.exception()):
-            self._store.write_soon(lambda connection: mark_left(connection, pending.id))
 
     def _note_delivered(self, session: Session, proven: list[int]) -> None:
         if proven:

@@ -11,9 +11,10 @@ from sqlalchemy import Connection, RowMapping, and_, func, insert, or_, select, 
 
 from harnessed.gateway import closings
 from harnessed.gateway.store import Refused, journal
-from harnessed.gateway.tables import attempts, changes, engines, events, groups, rollouts, runs
+from harnessed.gateway.tables import attempts, calls, changes, engines, events, groups, rollouts, runs
 from harnessed.records import (
     TRAINED_OUTCOMES,
+    CallState,
     Change,
     ChangeKind,
     Ending,
@@ -194,7 +195,10 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
         if record.attempt == number and record.state == State.FINISHED and record.outcome != Outcome.CANCELLED:
             return record
         raise Refused(409, f"attempt {number} of rollout {rollout} has ended already")
-    outcome, reason = _outcome(ending, attempt["faults"])
+    faults = attempt["faults"]
+    if _last_call_was_lost(connection, rollout, number):
+        faults = faults | {"lost": "engine: its gateway died before it had answered the last call"}
+    outcome, reason = _outcome(ending, faults)
     _retire(connection, rollout, number, now)
     if outcome == Outcome.INFRASTRUCTURE and number < tries:
         return _queue_again(connection, record)
@@ -202,6 +206,13 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
     if outcome not in (Outcome.INFRASTRUCTURE, Outcome.CANCELLED) and reward is None:
         reward, parts = ending.reward, ending.parts
     return _finish(connection, record, outcome, reason, reward, parts, now)
+
+
+def _last_call_was_lost(connection: Connection, rollout: str, number: int) -> bool:
+    """An agent that asks again makes another call."""
+    mine = and_(calls.c.rollout == rollout, calls.c.attempt == number)
+    last = select(calls.c.state).where(mine).order_by(calls.c.admitted.desc()).limit(1)
+    return connection.execute(last).scalar() == CallState.LOST
 
 
 def _outcome(ending: Ending, faults: dict[str, str]) -> tuple[Outcome, str]:
@@ -246,8 +257,11 @@ def unfinished(connection: Connection, run: str) -> list[str]:
 
 
 def post_reward(connection: Connection, id: str, reward: Reward) -> Rollout:
-    """Keep the first reward that is posted while the rollout is not finished."""
+    """Keep the first reward that is posted while the rollout is not finished. The same one again is accepted: its first
+    answer may have been lost."""
     record = get_rollout(connection, id)
+    if (record.reward, record.parts) == (reward.reward, reward.parts):
+        return record
     if record.state == State.FINISHED or record.reward is not None:
         raise Refused(409, f"rollout {id} has its reward or is finished already")
     connection.execute(update(rollouts).where(rollouts.c.id == id).values(reward=reward.reward, parts=reward.parts))

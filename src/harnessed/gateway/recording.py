@@ -108,6 +108,7 @@ def admit(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: 
         "attempt": attempt[1],
         "gateway": admitted.gateway,
         "state": CallState.ADMITTED,
+        "left": False,
         "prompt": admitted.prompt,
         "most_tokens": admitted.most_tokens,
         "asked": turn.asked,
@@ -182,9 +183,8 @@ def record_failure(connection: Connection, call: str, now: float, *, failed: boo
 
 
 def mark_left(connection: Connection, call: str) -> None:
-    """Its client has left without the answer that is stored; the other gateways see by this that it may come again."""
-    mine = and_(calls.c.id == call, calls.c.state == CallState.ANSWERED)
-    connection.execute(update(calls).where(mine).values(state=CallState.LEFT))
+    """Its client has gone away without the answer; the other gateways see by this that it may come to them."""
+    connection.execute(update(calls).where(calls.c.id == call).values(left=True))
 
 
 def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float) -> None:

@@ -138,6 +138,7 @@ calls = Table(
     Column("attempt", Integer, nullable=False),
     Column("gateway", String, nullable=False),  # that has admitted it
     Column("state", String, nullable=False),  # a records.CallState
+    Column("left", Boolean, nullable=False),  # its client was seen to go away without the last byte
     Column("prompt", LargeBinary, nullable=False),  # digest of its request; equal for identical ones
     Column("most_tokens", Integer, nullable=False),  # that may be sampled for it
     Column("asked", JSON, nullable=False),  # the request without messages and tools, as the harness sent it

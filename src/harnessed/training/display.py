@@ -102,8 +102,12 @@ class Display:
             f"sampled tokens ({summary.trained_tokens} trained) in {summary.seconds:.0f} s"
         )
         fates = ", ".join(f"{fate} {count}" for fate, count in sorted(summary.fates.items()))
-        books = "the books balance" if summary.balanced else "THE BOOKS DO NOT BALANCE"
-        self.note(f"fates: {fates or 'none'} ({books})")
+        self.note(f"fates: {fates or 'none'} ({summary.books})")
+        if summary.restarts or summary.lost_calls:
+            restarts = ", ".join(f"{service} {count}" for service, count in sorted(summary.restarts.items()))
+            self.note(
+                f"died and were started again: {restarts or 'none'}; calls without an answer: {summary.lost_calls}"
+            )
         self.note(f"run folder: {folder}")
 
     def _panel(self) -> RenderableType:

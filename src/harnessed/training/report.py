@@ -46,9 +46,13 @@ class Summary:
     sampled_tokens: int
     """By the store; `fates` add up to it."""
     engine_sampled_tokens: int | None
-    """By the engine's own counter, when the run had the engine to itself."""
+    """By the engine's own counter, when the run had the engine to itself and it lived through the run. More than
+    `sampled_tokens` where a gateway died: what was sampled for it then, nobody has recorded."""
     trained_tokens: int
     lost_calls: int
+    """Calls that were admitted and never answered."""
+    restarts: dict[str, int]
+    """Services of the run that died and were started again: how often each."""
     fates: dict[str, int]
     outcomes: dict[str, int]
     seconds: float
@@ -59,9 +63,24 @@ class Summary:
 
     @property
     def balanced(self) -> bool:
-        """Every token that was sampled has a fate."""
-        total = sum(self.fates.values())
-        return total == self.sampled_tokens and self.engine_sampled_tokens in (None, total)
+        """Every recorded token has a fate, and the engine has sampled no others, as far as it could count. It may have
+        sampled more for a gateway that died."""
+        recorded, counted = self.sampled_tokens, self.engine_sampled_tokens
+        if sum(self.fates.values()) != recorded:
+            return False
+        return counted is None or counted == recorded or (counted > recorded and "gateway" in self.restarts)
+
+    @property
+    def books(self) -> str:
+        """Whether the books balance, in words."""
+        if not self.balanced:
+            return "THE BOOKS DO NOT BALANCE"
+        if "engine" in self.restarts:
+            return "each recorded token has one; what the engine had not answered when it died is not known"
+        if self.engine_sampled_tokens is None or self.engine_sampled_tokens == self.sampled_tokens:
+            return "the books balance"
+        lost = self.engine_sampled_tokens - self.sampled_tokens
+        return f"each recorded token has one; {lost} more were sampled for a gateway that died"
 
 
 class Report:

@@ -10,7 +10,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -22,6 +22,7 @@ from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Trans
 from harnessed.training.advantages import all_equal, group_relative
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import micro_batches
+from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
 from harnessed.training.failures import WrongVersion
@@ -73,7 +74,9 @@ class Trainer:
         display: Display,
         train_tasks: Iterator[Task],
         held_out_tasks: list[Task],
+        restarts: Mapping[str, int],
     ) -> None:
+        """`restarts`: how often each service of the run was started again so far; the summary tells."""
         self._config = config
         self._folder = folder
         self._run = run
@@ -84,6 +87,7 @@ class Trainer:
         self._display = display
         self._train_tasks = train_tasks
         self._held_out_tasks = held_out_tasks
+        self._restarts = restarts
         self._report = Report(folder)
         self._started = time.monotonic()
         self._consumed: list[str] = []
@@ -163,19 +167,29 @@ class Trainer:
             )
 
     def _update(self, taken: Taken) -> Update | None:
-        """One optimiser step while the engine stands still; None if no group had a signal."""
+        """One optimiser step; None if no group had a signal."""
         if not any(sample.rows for sample in taken.samples):
             return None
         batches = micro_batches(taken.samples, taken.advantages, self._config.trainer.micro_batch_tokens)
-        self._engine(pause_engine(DRAIN_LIMIT_S))
-        try:
-            update = self._backend.update(batches, self._config.trainer.objective)
-        finally:
-            self._engine(resume_engine())
+        update = self._backend.update(batches, self._config.trainer.objective, self._engine_stands_still())
         if not update.applied:
             for sample in taken.samples:
                 sample.give_up(Fate.UPDATE_SKIPPED)
         return update
+
+    @contextlib.contextmanager
+    def _engine_stands_still(self) -> Iterator[None]:
+        """Around the write of the weights: the gateway holds calls, and the engine is paused.
+
+        An engine that dies forgets that it was paused. One that is started again within sees the writer's mark, and
+        generates nothing before it is gone; what generates when the mark appears is discarded by the engine itself.
+        """
+        with closed(self._gateway, self._run, drain_s=DRAIN_LIMIT_S):
+            try:
+                self._engine(pause_engine(DRAIN_LIMIT_S))
+                yield
+            finally:
+                self._engine(resume_engine())
 
     def _metrics(self, number: int, samples: list[list[Sample]], taken: Taken, update: Update | None) -> dict[str, Any]:
         flat = [sample for group in samples for sample in group]
@@ -231,7 +245,8 @@ class Trainer:
     def _summary(self, interrupted: bool) -> Summary:
         totals = self._gateway(get_totals(self._run))
         counters = [engine.sampled_tokens for engine in self._gateway(list_engines()) if engine.run == self._run]
-        own_engine = self._config.engine.url is None
+        # An engine that was started again has counted from nothing.
+        counted = self._config.engine.url is None and not self._restarts.get("engine")
         before, after = self._before, self._after
         return Summary(
             held_out_before=before.success if before else None,
@@ -242,9 +257,10 @@ class Trainer:
             rollouts=sum(self._report.outcomes.values()),
             calls=totals.calls,
             sampled_tokens=totals.sampled_tokens,
-            engine_sampled_tokens=counters[0] if own_engine and counters else None,
+            engine_sampled_tokens=counters[0] if counted and counters else None,
             trained_tokens=self._report.fates[Fate.TRAINED],
             lost_calls=totals.lost,
+            restarts=dict(self._restarts),
             fates={str(fate): count for fate, count in self._report.fates.items()},
             outcomes=dict(self._report.outcomes),
             seconds=time.monotonic() - self._started,

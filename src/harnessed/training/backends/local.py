@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,11 @@ class LocalBackend:
             weight_decay=optimiser.weight_decay,
         )
 
-    def update(self, batches: list[MicroBatch], objective: Objective) -> Update:
-        """One optimiser step over all micro-batches. The engine must be paused: the weights change in place."""
+    def update(
+        self, batches: list[MicroBatch], objective: Objective, standing_still: AbstractContextManager[None]
+    ) -> Update:
+        """One optimiser step over all micro-batches. The weights change in place, `standing_still`: that is when the
+        engine must be paused."""
         started = time.monotonic()
         self._optimiser.zero_grad(set_to_none=True)
         sums: Counter[str] = Counter()
@@ -89,7 +93,7 @@ class LocalBackend:
         applied = math.isfinite(norm) and math.isfinite(sums["loss"])
         if applied:
             following = Version(self.version.lineage, self.version.number + 1)
-            with self._weights.writing(following):
+            with standing_still, self._weights.writing(following):
                 self._optimiser.step()
             self.version = following
         tokens = max(sum(batch.trained_tokens for batch in batches), 1)

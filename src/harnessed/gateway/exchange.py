@@ -238,7 +238,10 @@ class Exchange:
         if turn.wanted.grammar:
             why = "this engine samples under no grammar: leave out `response_format` (`text.format`)"
             raise WireError(400, "no_grammar", why)
-        return turn, place, proven, self._encode(session, turn, place), 0
+        segment = self._encode(session, turn, place)
+        if turn.prompt is not None:
+            proven = session.tree.prove_repeated(segment.parent)
+        return turn, place, proven, segment, 0
 
     def _chat_length(self, session: Session, turn: Turn, place: Place) -> int:
         """About how long an engine that speaks chat will make a prompt: it makes it itself, of the messages."""
@@ -382,13 +385,13 @@ def prompted(tree: Tree, place: Place, prompt: str | list[int], template: ChatTe
     """A context that the harness wrote itself. Where it repeats one with its answer, it goes on from there. Raises
     WireError (400)."""
     if isinstance(prompt, str):
-        segment = by_written(tree, place, prompt, template)
+        segment = by_written(tree, place, prompt, template, bare=True)
         if not (segment.ids or segment.parent):
             raise WireError(400, "invalid_request", "`prompt` has no tokens")
         return segment
     if max(prompt) >= template.size:
         raise WireError(400, "invalid_request", f"`prompt` holds a token id that is not below {template.size}")
-    return by_ids(tree, place, prompt, template)
+    return by_ids(tree, place, prompt, template, bare=True)
 
 
 def _retry_count(scope: Scope) -> int:

@@ -24,7 +24,6 @@ from talkers import Connections
 
 from harnessed.client import (
     AsyncClient,
-    Unreachable,
     create_groups,
     create_run,
     get_totals,
@@ -37,6 +36,7 @@ from harnessed.records import EngineSpec, GroupSpec, Limits, RunSpec, Sampling
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 KILLS = 20
 GROUPS = 20
+PATIENCE_S = 60
 
 
 def make_services(folder: Path, gateways: list[str], **settings: object) -> dict[str, Service]:
@@ -59,24 +59,14 @@ def make_services(folder: Path, gateways: list[str], **settings: object) -> dict
 
 async def make_run(admin: AsyncClient, folder: Path, engine: Service) -> None:
     limits = Limits(context=20_000)
-    await insist(admin, create_run(RunSpec(id="r", policy=str(folder / "policy"), limits=limits)))
-    await insist(admin, register_engine(EngineSpec(id="e", url=engine.url, run="r")))
+    await admin(create_run(RunSpec(id="r", policy=str(folder / "policy"), limits=limits)))
+    await admin(register_engine(EngineSpec(id="e", url=engine.url, run="r")))
     spec = GroupSpec(id="g", run="r", task={}, n=ATTEMPTS // GROUPS, sampling=Sampling(max_tokens=900))
-    await insist(admin, create_groups([replace_id(spec, f"g{number}") for number in range(GROUPS)]))
+    await admin(create_groups([replace_id(spec, f"g{number}") for number in range(GROUPS)]))
 
 
 def replace_id(spec: GroupSpec, id: str) -> GroupSpec:
     return spec.model_copy(update={"id": id})
-
-
-async def insist(client: AsyncClient, call):
-    """A gateway that is killed meanwhile is asked again."""
-    for _ in range(100):
-        try:
-            return await client(call)
-        except Unreachable:
-            await asyncio.sleep(0.1)
-    raise TimeoutError("no gateway answered")
 
 
 async def play(folder: Path, services: dict[str, Service], gateways: list[str]) -> None:
@@ -87,7 +77,10 @@ async def play(folder: Path, services: dict[str, Service], gateways: list[str]) 
     try:
         async with AsyncExitStack() as stack:
             connections = await stack.enter_async_context(Connections())
-            admins = [await stack.enter_async_context(AsyncClient(services[name].url, key)) for name in gateways]
+            admins = [
+                await stack.enter_async_context(AsyncClient(services[name].url, key, patience_s=PATIENCE_S))
+                for name in gateways
+            ]
             await make_run(admins[0], folder, services["engine"])
             begin = time.monotonic()
             last = next(itertools.islice(schedule(list(services), SEED), KILLS - 1, None))
@@ -95,10 +88,12 @@ async def play(folder: Path, services: dict[str, Service], gateways: list[str]) 
             killing = asyncio.create_task(kill_all(schedule(list(services), SEED), services, begin, kills))
             await crew.work()
             killing.cancel()
-            asked = [await insist(admins[0], get_transcripts(f"g{number}")) for number in range(GROUPS)]
-            totals = await insist(admins[0], get_totals("r"))
+            asked = [await admins[0](get_transcripts(f"g{number}")) for number in range(GROUPS)]
+            totals = await admins[0](get_totals("r"))
         transcripts = list(itertools.chain(*asked))
-        books = Books(crew.stories, crew.given_back, transcripts, totals, logging_engine.read(folder / "sampled.log"), kills)
+        books = Books(
+            crew.stories, crew.given_back, transcripts, totals, logging_engine.read(folder / "sampled.log"), kills
+        )
         with open(os.environ.get("BOOKS", "/tmp/h7_books.pickle"), "wb") as f:
             pickle.dump((books, begin), f)
         told = books.check()

@@ -9,11 +9,9 @@ import os
 import pickle
 import time
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import logging_engine
-import pytest
 import yaml
 from books import Books
 from crew import ATTEMPTS, Crew
@@ -52,7 +50,7 @@ def make_services(folder: Path, gateways: list[str], **settings: object) -> dict
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "run").mkdir()
     gateway = ["-m", "harnessed", "gateway", str(folder / "config.yaml"), "--listener", "{listener}"]
-    commands = dict.fromkeys(gateways, [*gateway, "--owner", "{owner}"])
+    commands = {name: [*gateway, "--owner", "{owner}"] for name in gateways}
     commands["engine"] = [logging_engine.__file__, "{listener}", str(folder / "sampled.log"), "{owner}"]
     return {name: Service(name, command, folder / f"{name}.log") for name, command in commands.items()}
 

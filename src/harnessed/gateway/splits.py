@@ -83,7 +83,8 @@ def _deepest(
     while ends:
         before = ends.pop()
         best = max(best, before)
-        arrived, unproven = [], []
+        arrived: list[_Reached] = []
+        unproven: list[_Reached] = []
         for number in tree.children.get(before.node, ()):
             node = tree.nodes[number]
             if node.cut != before.cut:

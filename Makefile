@@ -65,8 +65,8 @@ harnesses: .cache/harnesses
 	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
 
 harnesses-long: .cache/harnesses
-	@echo "harnesses-long: faults under harnesses, with waits of up to five minutes; about ten minutes"
-	@HARNESSED_LONG=1 $(VENV)/bin/pytest tests/harnesses/test_faults.py
+	@echo "harnesses-long: faults and a closed turnstile, with waits of over five minutes; about twenty minutes"
+	@HARNESSED_LONG=1 $(VENV)/bin/pytest tests/harnesses/test_faults.py tests/harnesses/test_closed.py
 
 .cache/harnesses: | $(INSTALLED)
 	@echo "harnesses: fetches seven with npm and uv (3 GB on disk); one to two minutes"

@@ -165,6 +165,8 @@ class Gateway(Settings):
     """Largest request of an agent."""
     generation_limit_s: float = Field(600, gt=0, allow_inf_nan=False)
     """Longest wait for one answer of an engine, an engine that is being started again included."""
+    log: Literal["text", "json"] = "text"
+    """Lines of gateway, controller and engine: for people, or one JSON object each. Neither ever holds a key."""
 
 
 class Controller(Settings):

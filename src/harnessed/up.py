@@ -11,7 +11,7 @@ from pathlib import Path
 from harnessed.client import Client, list_engines
 from harnessed.config import Config, ConfigError
 from harnessed.controller.check import check
-from harnessed.run import ADMIN_KEY_VARIABLE, admin_key, hear_interrupts, keep_admin_key
+from harnessed.run import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, admin_key, hear_interrupts, keep_keys
 from harnessed.services import Services, bind, url_of
 
 START_LIMIT_S = 60.0
@@ -32,7 +32,8 @@ def up(config: Config, given: list[str], folder: Path, *, engine: bool) -> None:
     gateway_socket = bind(config.gateway.host, config.gateway.port, "gateway.port")
     engine_socket = bind(config.engine.host, config.engine.port, "engine.port") if engine else None
     url, options = url_of(gateway_socket), ["--folder", str(folder)]
-    key_file = keep_admin_key(folder)
+    keep_keys(folder)
+    key_file = folder / ADMIN_KEY_FILE
     os.environ[ADMIN_KEY_VARIABLE] = key_file.read_text(encoding="utf-8")
     hear_interrupts()
     with Services(folder / "logs") as services:

@@ -51,6 +51,7 @@ class House:
         self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
         self.exchanges = [self.exchange]
+        self.operations = application.state.operations
         self.turnstiles = application.state.turnstiles
         self.url = self.urls[0]
         if self.settings.database:

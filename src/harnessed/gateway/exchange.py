@@ -28,6 +28,7 @@ from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.peers import LostCall
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import ENCODER, STORE, current, waits_for
 from harnessed.gateway.recording import Admitted, AttemptId, admit, mark_delivered, mark_left, record_faults
 from harnessed.gateway.sampling import LIMIT, Sampler, generations
 from harnessed.gateway.session import Pending, Session, attempt_ended
@@ -75,12 +76,15 @@ class Exchange:
 
     async def serve(self, wire: Wire, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request of a protocol."""
+        progress = current()
         try:
             session = await self._session(self.key(scope))
+            progress.of(session.run, session.attempt)
             body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
             await self._catch_up(session)
             read = await self._aside(body, lambda: self._read(wire, session, body, at))
             turn, place, proven, segment, chat_length = read
+            progress.streamed = turn.stream
             self._note_delivered(session, proven)
             async with leaving(receive) as gone:
                 pending = await self._repeated(session, turn, place, _retry_count(scope), gone)
@@ -89,10 +93,13 @@ class Exchange:
                         pending.waiting -= 1
                     return
                 pending = pending or self._begin(session, turn, place, segment, chat_length)
+                progress.joins(pending.id, pending.stage)
                 arrived = await deliver(send, gone, wire, session, pending, turn)
                 if not (arrived or gone.done()):
+                    progress.breaks(pending.answers)
                     scope["extensions"][RESET]["do"]()
         except WireError as error:
+            progress.error = error
             await send_json(send, error.status, wire.render_error(error))
             return
         if arrived:
@@ -111,6 +118,11 @@ class Exchange:
             return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
         return await self._aside(body, count)
+
+    @property
+    def sessions(self) -> int:
+        """Attempts in memory."""
+        return len(self._sessions)
 
     def close(self) -> None:
         self._encoder.shutdown(wait=False)
@@ -164,13 +176,12 @@ class Exchange:
 
     async def stop_lost(self, calls: list[LostCall]) -> None:
         """Let engines end what they generate for a gateway that died."""
-        asked = (self._engines.abandon(each.run, each.rollout, generations(each.call, each.answers)) for each in calls)
+        asked = (self._engines.abandon(each.run, generations(each.call, each.answers)) for each in calls)
         await asyncio.gather(*asked)
 
-    def know_engines(self, engines: list[EngineSpec]) -> None:
+    async def know_engines(self, engines: list[EngineSpec]) -> None:
         """These are registered, by whichever gateway."""
-        for engine in engines:
-            self._engines.register(engine)
+        await self._engines.keep(engines)
 
     def forget_all(self) -> None:
         """Read every attempt from the store again."""
@@ -184,6 +195,7 @@ class Exchange:
     def _forget(self, session: Session) -> None:
         session.ended = True
         self._sessions.pop(session.attempt, None)
+        self._engines.forget(session.attempt[0])
 
     def key(self, scope: Scope) -> Key:
         """Of the attempt that calls. Raises WireError."""
@@ -204,6 +216,7 @@ class Exchange:
             if loading is None:
                 loading = self._loading[attempt] = asyncio.create_task(self._load(attempt))
                 loading.add_done_callback(lambda _: self._loading.pop(attempt))
+            waits_for(STORE)
             return await asyncio.shield(loading)
         return self._sessions[attempt]
 
@@ -221,6 +234,7 @@ class Exchange:
         """Do the work of a request: at once if it is small and says all itself, else in a thread."""
         if len(body) < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id")):
             return work()
+        waits_for(ENCODER)
         return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
 
     def _read(
@@ -231,7 +245,7 @@ class Exchange:
         turn = _parse(wire, session, body, at)
         place = session.tree.place(turn.messages, turn.tools)
         proven = session.tree.prove_delivered(place)
-        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+        if self._engines.speaks(session.run) == Dialect.CHAT:
             if turn.prompt is not None:
                 raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
             return turn, place, proven, None, self._chat_length(session, turn, place)
@@ -253,7 +267,10 @@ class Exchange:
 
     async def _catch_up(self, session: Session) -> None:
         """See what other gateways have done to the attempt. Raises WireError if they have ended it."""
-        if self._store.shared and not await catch_up(self._store, session, self._gateway):
+        if not self._store.shared:
+            return
+        waits_for(STORE)
+        if not await catch_up(self._store, session, self._gateway):
             session.ended = True
             raise attempt_ended(session.attempt)
 
@@ -270,6 +287,7 @@ class Exchange:
             elsewhere = session.begun_elsewhere(turn, place)
             if not any(pending.unseen or retry_count or not pending.waiting for pending in elsewhere):
                 return session.retried(turn, place, retry_count)
+            waits_for(f"gateway {elsewhere[0].gateway}")
             await asyncio.sleep(SIGHT_S)
             await self._catch_up(session)
         return None
@@ -280,6 +298,7 @@ class Exchange:
         """Returns when no call that this request may repeat is being interrupted: it may yet end whole, or with tokens
         to go on from; or when the client is gone."""
         while ending := session.being_interrupted(turn, place):
+            waits_for("the end of its interrupted generation")
             waited: set[asyncio.Future[Any]] = {gone, *ending}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if gone.done():

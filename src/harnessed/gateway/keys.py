@@ -27,6 +27,8 @@ class Scope(StrEnum):
     """The agent: model calls and events of one attempt."""
     EVALUATOR = "evaluator"
     """The reward of one rollout."""
+    METRICS = "metrics"
+    """Whoever scrapes: `GET /metrics`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Key:
 
 
 ADMIN = Key(Scope.ADMIN)
+METRICS = Key(Scope.METRICS)
 
 
 class Keyring:

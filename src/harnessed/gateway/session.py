@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import Stage, stage
 from harnessed.gateway.recording import AttemptId, Faults
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Digest, Place, Tree
@@ -35,10 +36,17 @@ class Pending:
     """That gateway has no connection to the store: perhaps it has died."""
     interrupted: bool = False
     """Its engine was told that nobody waits: what it has sampled is kept for the next who asks."""
+    stage: Stage = field(default_factory=stage)
+    """What it waits for."""
+
+    @property
+    def failed(self) -> bool:
+        """It is about to be dropped: nobody can get its answers."""
+        return self.answers.done() and (self.answers.cancelled() or self.answers.exception() is not None)
 
     @property
     def delivered(self) -> bool:
-        return self.answers.done() and all(node.delivered for node in self.answers.result())
+        return self.answers.done() and not self.failed and all(node.delivered for node in self.answers.result())
 
 
 @dataclass(slots=True)
@@ -124,7 +132,8 @@ class Session:
         A call whose client was seen to leave comes first; one that a client still seems to wait for, or has got as far
         as can be seen from here, is only taken by a request that says that it is a retry.
         """
-        same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
+        asked = [pending for pending in self.pending.get(place.prompt, []) if not pending.failed]
+        same = [pending for pending in asked if pending.wanted == turn.wanted]
         left = [pending for pending in same if not pending.waiting]
         for pending in left or (same if retry_count > 0 else []):
             pending.waiting += 1

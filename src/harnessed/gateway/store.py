@@ -58,8 +58,17 @@ class Store:
     """A database, of one gateway or of several. `write` and `read` are for its event loop; close it before the loop
     ends."""
 
-    def __init__(self, url: str, *, power_safe: bool = False, client: str = "harnessed") -> None:
-        """`client` names the process to the database. Raises ConfigError."""
+    def __init__(
+        self,
+        url: str,
+        committed: Callable[[int, float], None] = lambda writes, seconds: None,
+        *,
+        power_safe: bool = False,
+        client: str = "harnessed",
+    ) -> None:
+        """`committed` is told the writes and seconds of each group commit, in the writer's thread; `client` names the
+        process to the database. Raises ConfigError."""
+        self._committed = committed
         self.shared = make_url(url).get_backend_name() == "postgresql"
         """Whether other gateways may use it too."""
         self.trouble = ""
@@ -108,6 +117,11 @@ class Store:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @property
+    def waiting(self) -> int:
+        """Writes before the writer."""
+        return self._queue.qsize()
+
     async def close(self) -> None:
         """Commit what is queued and close the database."""
         self._queue.put(None)
@@ -122,7 +136,9 @@ class Store:
                 batch.append(self._queue.get())
             closing = None in batch
             if work := [item for item in batch if item is not None]:
+                started = time.perf_counter()
                 self._commit(work)
+                self._committed(len(work), time.perf_counter() - started)
 
     def _commit(self, batch: list[Queued]) -> None:
         deadline = time.monotonic() + AWAY_LIMIT_S

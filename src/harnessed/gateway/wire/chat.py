@@ -90,6 +90,10 @@ class Stream:
         """Of n answers."""
         return b"".join(self._delta(index, {"role": "assistant", "content": ""}) for index in range(n))
 
+    def ping(self) -> bytes:
+        # A comment resets no timer of a client that counts events, as Hermes does.
+        return self._delta(0, {})
+
     def more(self, index: int, piece: Piece) -> bytes:
         reasoning = self._delta(index, {"reasoning_content": piece.reasoning}) if piece.reasoning else b""
         return reasoning + (self._delta(index, {"content": piece.text}) if piece.text else b"")

@@ -63,6 +63,9 @@ class Stream:
     def begin(self, n: int) -> bytes:
         return b""
 
+    def ping(self) -> bytes:
+        return self._told(0, "")
+
     def more(self, index: int, piece: Piece) -> bytes:
         return self._told(index, piece.text) if piece.text else b""
 

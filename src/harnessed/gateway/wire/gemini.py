@@ -109,6 +109,10 @@ class Stream:
     def begin(self, n: int) -> bytes:
         return b""
 
+    def ping(self) -> bytes:
+        """White space, between events and in JSON; Google's SDK for Python reads a comment as broken JSON."""
+        return b"\r\n"
+
     def more(self, index: int, piece: Piece) -> bytes:
         return self._chunk({"candidates": [_candidate(index, _told(piece))]}) if piece else b""
 

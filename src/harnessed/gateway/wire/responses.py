@@ -77,6 +77,10 @@ class Stream:
             "response.in_progress", response=self._response
         )
 
+    def ping(self) -> bytes:
+        # Codex gives up on a stream of comments; an event of another type would be unknown to typed clients.
+        return self._event("response.in_progress", response=self._response)
+
     def more(self, index: int, piece: Piece) -> bytes:
         reasoning = self._tell("reasoning", piece.reasoning) if piece.reasoning else b""
         return reasoning + (self._tell("message", piece.text) if piece.text else b"")

@@ -105,9 +105,11 @@ class Reply:
 
 class Stream(Protocol):
     """An answer as events: `begin`, then more of each of its n answers, then `end` with what was not told of them;
-    calls come whole with it."""
+    calls come whole with it. After `begin`, `ping` says nothing but that there is more to come."""
 
     def begin(self, n: int) -> bytes: ...
+
+    def ping(self) -> bytes: ...
 
     def more(self, index: int, piece: Piece) -> bytes: ...
 
@@ -116,6 +118,8 @@ class Stream(Protocol):
 
 class Wire(Protocol):
     """What the module of a protocol has."""
+
+    __name__: str
 
     def parse(self, body: bytes, at: Address, /) -> Turn: ...
 

@@ -251,16 +251,18 @@ class Exchange:
             place = session.tree.place(turn.messages, turn.tools)
             return turn, place, session.tree.prove_delivered(place)
 
-        def place_and_encode() -> tuple[Turn, Place, list[int], Segment | None, int]:
-            turn, at_, proven = place()
-            return turn, at_, proven, *self._segment(session, turn, at_)
+        def encode(turn: Turn, at: Place, proven: list[int]) -> tuple[Turn, Place, list[int], Segment | None, int]:
+            segment, chat_length = self._segment(session, turn, at)
+            if turn.prompt is not None and segment is not None:
+                proven = session.tree.prove_repeated(segment.parent)
+            return turn, at, proven, segment, chat_length
 
         if session.read_aside or not _is_short(body, known):
-            return await self._aside(session, place_and_encode)
-        turn, where, proven = place()
-        if session.history == History.TEMPLATE or not _are_short(where.new):
-            return turn, where, proven, *await self._aside(session, lambda: self._segment(session, turn, where))
-        return turn, where, proven, *self._segment(session, turn, where)
+            return await self._aside(session, lambda: encode(*place()))
+        placed = place()
+        if session.history == History.TEMPLATE or not _are_short(placed[1].new):
+            return await self._aside(session, lambda: encode(*placed))
+        return encode(*placed)
 
     def _segment(self, session: Session, turn: Turn, place: Place) -> tuple[Segment | None, int]:
         if self._engines.speaks(session.run) == Dialect.CHAT:
@@ -434,13 +436,13 @@ def prompted(tree: Tree, place: Place, prompt: str | list[int], template: ChatTe
     """A context that the harness wrote itself. Where it repeats one with its answer, it goes on from there. Raises
     WireError (400)."""
     if isinstance(prompt, str):
-        segment = by_written(tree, place, prompt, template)
+        segment = by_written(tree, place, prompt, template, bare=True)
         if not (segment.ids or segment.parent):
             raise WireError(400, "invalid_request", "`prompt` has no tokens")
         return segment
     if max(prompt) >= template.size:
         raise WireError(400, "invalid_request", f"`prompt` holds a token id that is not below {template.size}")
-    return by_ids(tree, place, prompt, template)
+    return by_ids(tree, place, prompt, template, bare=True)
 
 
 def _retry_count(scope: Scope) -> int:

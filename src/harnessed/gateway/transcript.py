@@ -158,13 +158,21 @@ class Tree:
         proven = []
         for number in (place.follows, *place.known.values()):
             while number and not self.nodes[number].delivered:
-                # The answers of one call arrive together.
-                for each in self._calls[self.nodes[number].call]:
-                    if each in self.nodes and self.nodes[each].finish != INTERRUPTED:
-                        self.nodes[each].delivered = True
-                        proven.append(each)
+                proven += self._prove(number)
                 number = self.nodes[number].follows
         return proven
+
+    def prove_repeated(self, number: int) -> list[int]:
+        """So does a bare prompt that goes on from a node's answer."""
+        return [each for on_path in self.path(number) for each in self._prove(on_path)]
+
+    def _prove(self, number: int) -> list[int]:
+        """The answers of one call arrive together."""
+        of_call = [self.nodes[each] for each in self._calls[self.nodes[number].call] if each in self.nodes]
+        proven = [node for node in of_call if not node.delivered and node.finish != INTERRUPTED]
+        for node in proven:
+            node.delivered = True
+        return [node.number for node in proven]
 
     def add(self, node: Node, prompt: Digest) -> None:
         """Take in a recorded node, the answer to the request that `prompt` names."""

@@ -261,8 +261,14 @@ def get_turnstile(run: str) -> Call[Turnstile]:
 
 
 def register_engine(engine: EngineSpec) -> Call[Engine]:
-    """Serve a run's policy from this engine from the next call on; the same id replaces at once."""
+    """Serve a run's policy from this engine, among others, from the next call on; the same id replaces at once. The
+    engines of a run all speak the same (status 409)."""
     return Call("POST", "/api/engines", _json(Engine), _dump(engine))
+
+
+def remove_engine(engine: str) -> Call[None]:
+    """Its rollouts go elsewhere; what it generates now is interrupted and goes on there too."""
+    return Call("DELETE", f"/api/engines/{engine}", _nothing)
 
 
 def list_engines() -> Call[list[Engine]]:

@@ -190,14 +190,12 @@ def test_a_controller_killed_between_evaluation_and_report_leaves_no_reward(scri
         process.kill()
         process.wait()
     scripted.wait(lambda: not scripted.claiming)
-    # What a gateway does when the lease is over.
-    scripted.leased.remove(name)
     scripted.down = False
     with controller(scripted, tmp_path):
-        again = scripted.add("g.0", {"do": "answer"}, attempt=2)
-        assert scripted.end(again)["reward"] == 1.0
-    assert scripted.ends.keys() == {again}
-    assert name not in scripted.refused_ends
+        buried = scripted.end(name)
+        assert (buried["outcome"], buried["reward"]) == ("infrastructure", None)
+        assert buried["reason"] == "its controller died"
+        assert scripted.end(scripted.add("g.0", {"do": "answer"}, attempt=2))["reward"] == 1.0
 
 
 @pytest.mark.parametrize("victim", ["template", "keeper"])

@@ -200,7 +200,8 @@ def test_an_engine_killed_while_the_weights_are_written_generates_nothing_before
             engine.wait()
 
 
-def test_a_house_is_started_together_and_ended_by_an_interruption(tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+def test_a_house_is_started_together_and_ends_together(tmp_path, how):
     config, folder = make_config(tmp_path), tmp_path / "house"
     process = start("up", config, f"run.folder={folder}")
     try:
@@ -210,11 +211,14 @@ def test_a_house_is_started_together_and_ended_by_an_interruption(tmp_path):
         (gateway,) = [pid for pid, line in processes_of(tmp_path).items() if f" gateway {config}" in line]
         os.kill(gateway, signal.SIGKILL)
         assert b"the gateway was ended by signal 9 (Killed); it is started again" in process.stdout.readline()
-        more = [f"run.folder={tmp_path / 'run'}", f"gateway.url={url}", "controller.external=true"]
-        done = harnessed("eval", config, *more, env=environment(HARNESSED_ADMIN_KEY=key))
-        assert done.returncode == 0, done.stdout + done.stderr
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        if how == signal.SIGINT:
+            more = [f"run.folder={tmp_path / 'run'}", f"gateway.url={url}", "controller.external=true"]
+            done = harnessed("eval", config, *more, env=environment(HARNESSED_ADMIN_KEY=key))
+            assert done.returncode == 0, done.stdout + done.stderr
+        else:
+            httpx.get(f"{url}/api/engines", timeout=60, trust_env=False)  # it is there again
+        process.send_signal(how)
+        assert process.wait(20) == (0 if how == signal.SIGINT else -signal.SIGKILL)
     finally:
         process.kill()
     wait_for(lambda: processes_of(tmp_path) == {}, "the last process to end", limit_s=10)

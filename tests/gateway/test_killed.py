@@ -194,6 +194,19 @@ def test_killed_before_it_marked_an_answer_as_delivered_the_same_request_gets_it
     assert (totals.calls, totals.undelivered, trained) == (1, 0, ["answer 1"])
 
 
+def test_killed_when_it_had_marked_an_answer_that_was_lost_on_its_way_a_retry_gets_it_again(mortal):
+    assert mortal.ask() == "answer 1"
+    mortal.until("select delivered from nodes")
+    mortal.kill()
+    mortal.come_back()
+    client = openai.OpenAI(base_url=f"{mortal.url}/v1", api_key=mortal.attempt.key)
+    retry = {"x-stainless-retry-count": "1"}
+    again = client.chat.completions.create(model="m", messages=ASKED, extra_headers=retry)
+    assert again.choices[0].message.content == "answer 1"
+    totals, trained = mortal.books()
+    assert (totals.calls, totals.lost, trained) == (1, 0, ["answer 1"])
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_killed_when_the_call_was_admitted_and_nothing_sampled(mortal, how):
     def script(prompt, call):

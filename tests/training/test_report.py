@@ -1,42 +1,52 @@
-"""What a run tells its gateway for the dashboard, and that no run depends on it."""
+"""What the summary says of its books."""
 
-import json
+import pytest
 
-from transcripts import node, transcript
-
-from harnessed.client import ApiError, Unreachable
-from harnessed.records import Fate
-from harnessed.training.report import Report
+from harnessed.training.report import Summary
 
 
-class Posted:
-    """In place of a gateway's client: keeps what it is given, or fails."""
-
-    def __init__(self, failure=None):
-        self.calls = []
-        self.failure = failure
-
-    def __call__(self, call):
-        if self.failure:
-            raise self.failure
-        self.calls.append((call.path, call.body))
-
-
-def test_metrics_are_posted_with_the_fates_of_their_step(tmp_path):
-    gateway, notes = Posted(), []
-    report = Report(tmp_path, gateway, "r", notes.append)
-    report.transcript(transcript([node(1, 0, [1], [2, 9])], id="g.0"), {}, {Fate.TRAINED: 2}, 1)
-    report.metrics({"step": 1, "reward_mean": 0.5})
-    report.metrics({"step": 2, "reward_mean": 0.6})
-    assert [path for path, _ in gateway.calls] == ["/api/runs/r/fates", *["/api/runs/r/metrics"] * 2]
-    assert gateway.calls[0][1] == {"g.0": {"trained": 2}}
-    assert gateway.calls[1][1]["values"] == json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert not notes
+def summary(recorded: int, counted: int | None, fates: int, **restarts: int) -> Summary:
+    return Summary(
+        held_out_before=None,
+        held_out_after=None,
+        greedy_before=None,
+        greedy_after=None,
+        steps=1,
+        rollouts=1,
+        calls=1,
+        sampled_tokens=recorded,
+        engine_sampled_tokens=counted,
+        trained_tokens=fates,
+        lost_calls=0,
+        restarts=restarts,
+        fates={"trained": fates},
+        outcomes={},
+        seconds=1,
+        seed=0,
+        checkpoint=None,
+        interrupted=False,
+    )
 
 
-def test_a_gateway_that_does_not_take_them_ends_no_run(tmp_path):
-    for failure in (ApiError("POST", 500, "the disk is full"), Unreachable("nobody answers")):
-        notes = []
-        Report(tmp_path, Posted(failure), "r", notes.append).metrics({"step": 1})
-        assert len(notes) == 1 and str(failure) in notes[0]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+WRONG = "THE BOOKS DO NOT BALANCE"
+
+
+@pytest.mark.parametrize(
+    ("books", "words"),
+    [
+        (summary(10, 10, 10), "the books balance"),
+        (summary(10, None, 10), "the books balance"),
+        (summary(10, 10, 9), WRONG),
+        (summary(10, 12, 10), WRONG),
+        (summary(10, 12, 10, controller=1), WRONG),
+        (summary(10, 10, 10, gateway=1), "the books balance"),
+        (summary(10, 12, 10, gateway=1), "each recorded token has one; 2 more were sampled for a gateway that died"),
+        (summary(10, 9, 10, gateway=1), WRONG),
+        (summary(10, 10, 9, gateway=1), WRONG),
+        (summary(10, None, 10, engine=1), "each recorded token has one; what the engine had not answered when it died"),
+        (summary(10, None, 9, engine=1), WRONG),
+    ],
+)
+def test_the_books_balance_where_they_are_said_to(books, words):
+    assert books.books.startswith(words)
+    assert books.balanced == (words != WRONG)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from harnessed.client import ApiError, AsyncClient, Unreachable, claim, end_attempt, get_held_seconds, renew
 from harnessed.config import Config
 from harnessed.controller.local import LocalRunner
+from harnessed.controller.predecessor import Predecessor
 from harnessed.controller.runner import Ended, Runner
 from harnessed.records import Assignment, Ending, Outcome
 
@@ -102,7 +103,7 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
         await asyncio.wait([opening, ending], return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             await opening
-            await Reconciler(config, client, runner, wake, run).run(stopping)
+            await Reconciler(config, client, runner, wake, run, folder).run(stopping)
     finally:
         opening.cancel()
         ending.cancel()
@@ -123,14 +124,18 @@ async def _held_seconds(client: AsyncClient, assignment: Assignment) -> float:
 
 
 class Reconciler:
-    def __init__(self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event, run: str) -> None:
+    def __init__(
+        self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event, run: str, folder: Path
+    ) -> None:
         self._run = run
         self._config = config.controller
         self._client = client
         self._runner = runner
         self._wake = wake
-        # A name of this process alone: what an earlier controller held is not adopted, its leases end.
+        # A name of this process alone: what an earlier controller held is not adopted.
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._predecessor = Predecessor(folder, self._owner)
+        self._burying: asyncio.Task[None] | None = None
         self._leased: set[str] = set()
         self._claimed_since_renewal: set[str] = set()
         self._absent: set[str] = set()
@@ -143,6 +148,8 @@ class Reconciler:
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Reconcile until told to stop; then stop the runner and report."""
+        if self._predecessor.name:
+            self._burying = self._begin(self._bury(self._predecessor.name))
         try:
             while not stopping.is_set():
                 self._wake.clear()
@@ -217,9 +224,18 @@ class Reconciler:
             if error.status != 409:
                 log.warning("the end of %s was refused: %s", name, error)
 
+    async def _bury(self, owner: str) -> None:
+        """End the attempts of a controller that died in this folder."""
+        died = Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason="its controller died"))
+        try:
+            held = await self._client(renew(owner))
+            self._report_all(dict.fromkeys(held, died))
+        except ApiError as error:
+            log.warning("the leases of %s end by themselves: %s", owner, error)
+
     async def _part(self) -> None:
         """Stop everything and give back what is leased, so that another controller gets it at once."""
-        for call in (self._claiming, self._renewing):
+        for call in (self._claiming, self._renewing, self._burying):
             if call:
                 call.cancel()
         await self._runner.close()

@@ -110,6 +110,7 @@ class Api:
             Operation("POST", "/api/runs/{run}/turnstile/open", self.open_turnstile),
             Operation("POST", "/api/engines", self.register_engine),
             Operation("GET", "/api/engines", self.list_engines),
+            Operation("DELETE", "/api/engines/{engine}", self.remove_engine),
             Operation("POST", "/api/groups", self.create_groups),
             Operation("GET", "/api/groups", self.list_groups, query=run),
             Operation("GET", "/api/groups/{group}", self.get_group),
@@ -183,7 +184,12 @@ class Api:
         return await self._engines.health(body.id)
 
     async def list_engines(self, request: Request) -> list[Engine]:
-        return await self._engines.list()
+        return await self._engines.ask_all()
+
+    async def remove_engine(self, request: Request) -> None:
+        engine = request.path_params["engine"]
+        await self._store.write(lambda connection: lifecycle.remove_engine(connection, engine))
+        await self._engines.remove(engine)
 
     async def create_groups(self, request: Request, body: list[GroupSpec]) -> list[Group]:
         return await self._store.write(lambda connection: lifecycle.create_groups(connection, body, time.time()))

@@ -91,6 +91,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                proxy_headers=False,
                 log_level="warning",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
@@ -126,13 +127,12 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
         client=id,
     )
     engines = Engines(settings.generation_limit_s)
-    for engine in await store.read(lifecycle.list_engines):
-        engines.register(engine)
+    await engines.keep(await store.read(lifecycle.list_engines))
     turnstiles = Turnstiles()
     exchange = Exchange(store, engines, keyring, turnstiles, id, settings.body_mb << 20)
     peers = Peers(store, id, name, turnstiles, exchange)
     await peers.join()
-    surroundings = Surroundings(store, engines)
+    surroundings = Surroundings(store)
     board = Board(id, calls, store, engines, turnstiles, surroundings)
     readings = Readings(calls, exchange, store, engines, turnstiles, surroundings)
     instruments.registry.register(readings)

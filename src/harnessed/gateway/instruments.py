@@ -20,7 +20,7 @@ from harnessed.gateway.progress import ENCODER, Calls, Outcome, Progress
 from harnessed.gateway.store import Store
 from harnessed.gateway.surroundings import Surroundings
 from harnessed.gateway.turnstile import Turnstiles
-from harnessed.records import Engine, State
+from harnessed.records import State
 
 PROTOCOLS = ("chat", "completions", "messages", "responses", "gemini", "count_tokens")
 FIRST_TEXT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -104,15 +104,13 @@ class Readings(Collector):
         self._surroundings = surroundings
         self._unfinished: dict[str, Counter[str]] | None = None
         """None: the store is out of reach."""
-        self._health: list[Engine] = []
 
     async def look(self) -> None:
-        """Ask store and engines. A store that is out of reach is a number, no failure."""
+        """Ask the store; that it is out of reach is a number, no failure."""
         try:
             self._unfinished = await self._surroundings.unfinished()
         except (SQLAlchemyError, TimeoutError):
             self._unfinished = None
-        self._health = await self._surroundings.engines()
 
     def collect(self) -> Iterator[Metric]:
         yield from self._of_calls()
@@ -152,8 +150,8 @@ class Readings(Collector):
         sampled = CounterMetricFamily(
             "harnessed_sampled_tokens", "Tokens that the engine gave this gateway", labels=["engine"]
         )
-        for engine in self._health:
-            in_flight.add_metric([engine.id], self._engines.in_flight[engine.id])
+        for engine in self._engines.known:
+            in_flight.add_metric([engine.id], engine.in_flight)
             up.add_metric([engine.id], engine.healthy)
             sampled.add_metric([engine.id], self._engines.sampled[engine.id])
             if engine.waiting is not None:

@@ -8,7 +8,7 @@ only from the state that it expects, and writes what changed to the journal. Cal
 from collections import Counter
 from typing import Any, cast
 
-from sqlalchemy import Connection, RowMapping, and_, func, insert, or_, select, update
+from sqlalchemy import Connection, RowMapping, and_, delete, func, insert, or_, select, update
 
 from harnessed.gateway import closings
 from harnessed.gateway.store import Refused, journal
@@ -53,9 +53,22 @@ def list_runs(connection: Connection) -> list[RunSpec]:
 
 
 def register_engine(connection: Connection, engine: EngineSpec) -> None:
+    mine = and_(engines.c.run == engine.run, engines.c.id != engine.id)
+    for other, speaks in connection.execute(select(engines.c.id, engines.c.speaks).where(mine)):
+        if speaks != engine.speaks:
+            raise Refused(
+                409,
+                f"engine {engine.id} speaks {engine.speaks}, but engine {other} of the same run {engine.run} speaks "
+                f"{speaks}: a run's engines speak the same, so remove that one first",
+            )
     values = engine.model_dump(mode="json", exclude={"id"})
     if connection.execute(update(engines).where(engines.c.id == engine.id).values(values)).rowcount == 0:
         connection.execute(insert(engines).values(id=engine.id, **values))
+
+
+def remove_engine(connection: Connection, id: str) -> None:
+    if connection.execute(delete(engines).where(engines.c.id == id)).rowcount == 0:
+        raise Refused(404, f"no engine {id}")
 
 
 def list_engines(connection: Connection) -> list[EngineSpec]:

@@ -75,7 +75,7 @@ class Calls(Protocol):
     async def stop_lost(self, calls: list[LostCall]) -> None:
         """What an engine still generates for a gateway that died ends."""
 
-    def know_engines(self, engines: list[EngineSpec]) -> None:
+    async def know_engines(self, engines: list[EngineSpec]) -> None:
         """These are registered and no others."""
 
     def forget_all(self) -> None:
@@ -129,7 +129,7 @@ class Peers:
         self._missed = {id: self._missed.get(id, began) for id in found.missing}
         if self._store.shared:
             self._turnstiles.good_until = began + LEASE_S
-            self._calls.know_engines(found.engines)
+            self._begin(self._calls.know_engines(found.engines))
         self._turnstiles.set_closed(found.closed)
         if found.buried:
             log.error("the other gateways took this one for dead: the calls that it had admitted are lost")

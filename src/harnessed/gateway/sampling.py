@@ -131,15 +131,15 @@ class Sampler:
         ids = generations(pending.id, pending.wanted.n)
         self._unwanted.add(pending.id)
         self._turnstiles.dismiss(session.run, ids)
-        if self._engines.speaks(session.run, session.attempt[0]) != Dialect.CHAT:
+        if self._engines.speaks(session.run) != Dialect.CHAT:
             pending.interrupted = True
-            await self._engines.interrupt(session.run, session.attempt[0], ids)
+            await self._engines.interrupt(ids)
 
     async def suspend(self, session: Session, pending: Pending) -> None:
         """Stop the generations of a call, which go on from their tokens when the turnstile opens."""
-        if self._engines.speaks(session.run, session.attempt[0]) != Dialect.CHAT:
+        if self._engines.speaks(session.run) != Dialect.CHAT:
             ids = generations(pending.id, pending.wanted.n)
-            await self._engines.interrupt(session.run, session.attempt[0], ids)
+            await self._engines.interrupt(ids)
 
     async def _answer(self, session: Session, call: str, choice: Wanted, preview: Preview | None) -> Generated:
         kept = _kept(choice.begun) if choice.begun else NOTHING
@@ -165,6 +165,8 @@ class Sampler:
         if isinstance(failure, RequestRefused):
             raise WireError(400, "invalid_messages", str(failure)) from failure
         if isinstance(failure, Interrupted):
+            if failure.trouble:  # the client may have left because of it
+                self.fault(session, place.prompt.hex(), f"engine: {failure.trouble}")
             raise attempt_ended(session.attempt) from failure  # whoever else could hear it has left
         if isinstance(failure, EngineFailed):
             self.fault(session, place.prompt.hex(), f"engine: {failure}")

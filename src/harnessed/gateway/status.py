@@ -83,12 +83,9 @@ class Board:
             ],
             runs=[_run(run, states, calls) for run, states in rollouts.items()],
             waiting=_waiting(calls),
-            engines=[self._counted(engine) for engine in await self._surroundings.engines()],
+            engines=self._engines.known,
             controllers=stored.controllers,
         )
-
-    def _counted(self, engine: Engine) -> Engine:
-        return engine.model_copy(update={"in_flight": self._engines.in_flight[engine.id]})
 
     async def trouble(self) -> str:
         """Why the gateway cannot serve what there is to do; empty: it can."""
@@ -100,7 +97,7 @@ class Board:
             return f"the store did not answer within {STORE_LIMIT_S:.0f} s"
         except SQLAlchemyError as error:
             return f"the store is out of reach: {' '.join(str(error).split())}"
-        return unserved(set(unfinished), await self._surroundings.engines())
+        return unserved(set(unfinished), self._engines.known)
 
 
 def unserved(runs: set[str], engines: list[Engine]) -> str:

@@ -1,4 +1,4 @@
-"""What store and engines say, remembered for some seconds: for pages that anybody may ask for as often as he likes.
+"""What the store says, remembered for some seconds: for pages that anybody may ask for as often as he likes.
 
 `instruments.py` and `status.py` look here.
 """
@@ -9,10 +9,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
-from harnessed.gateway.engines import Engines
 from harnessed.gateway.lifecycle import count_unfinished
 from harnessed.gateway.store import Store
-from harnessed.records import Engine
 
 T = TypeVar("T")
 Answer = TypeVar("Answer", covariant=True)
@@ -20,17 +18,14 @@ FRESH_S = 3.0
 """How old an answer may be."""
 STORE_LIMIT_S = 5.0
 """A store that answers nothing for so long is out of reach."""
-ENGINES_LIMIT_S = 8.0
-"""Above the limit of one engine's health (`engines.py`): they are asked all at once."""
 
 
 class Surroundings:
     """Of one gateway."""
 
-    def __init__(self, store: Store, engines: Engines) -> None:
+    def __init__(self, store: Store) -> None:
         self.unfinished: Fresh[dict[str, Counter[str]]] = Fresh(lambda: store.read(count_unfinished), STORE_LIMIT_S)
         """Run -> its queued and running rollouts, of runs that have any."""
-        self.engines: Fresh[list[Engine]] = Fresh(engines.list, ENGINES_LIMIT_S)
 
 
 class _Question(Protocol[Answer]):

@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: benchmarks demo families harnesses harnesses-long test check format docs install smollm2
+.PHONY: benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -65,13 +65,18 @@ harnesses: .cache/harnesses
 	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
 
 harnesses-long: .cache/harnesses
-	@echo "harnesses-long: faults under harnesses, with waits of up to five minutes; about ten minutes"
-	@HARNESSED_LONG=1 $(VENV)/bin/pytest tests/harnesses/test_faults.py
+	@echo "harnesses-long: faults and a closed turnstile, with waits of over five minutes; about twenty minutes"
+	@HARNESSED_LONG=1 $(VENV)/bin/pytest tests/harnesses/test_faults.py tests/harnesses/test_closed.py
 
 .cache/harnesses: | $(INSTALLED)
 	@echo "harnesses: fetches seven with npm and uv (3 GB on disk); one to two minutes"
 	@$(VENV)/bin/python tests/harnesses/packages.py .cache/harnesses
 
 benchmarks: $(SMOLLM2)/config.json
-	@echo "benchmarks: what transcripts cost, with limits and baselines; about two minutes"
+	@echo "benchmarks: what transcripts and calls cost, with limits and baselines; about five minutes"
 	@$(VENV)/bin/python benchmarks/transcripts.py $(SMOLLM2)
+	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2)
+
+benchmarks-memory: $(SMOLLM2)/config.json
+	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"
+	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2) --memory 200000

@@ -52,6 +52,8 @@ class Scripted:
     stall_at: int = 0
     """After so many tokens it stalls, for `stall_s` or until it is interrupted; 0: it does not."""
     stall_s: float = 30
+    stall_until: Callable[[], bool] | None = None
+    """In place of a time."""
     hang_up: bool = False
     """Sample, count, and close the connection in place of an answer; a stream has shown all of its tokens."""
 
@@ -111,13 +113,23 @@ class ScriptedEngine:
         self.paused = False
         self.interruptible = True
         """False: it does not know the request, as an engine of somebody else's."""
+        self.hung = False
+        """True: it takes requests of any kind, and nothing more."""
+        self.tells_all = False
+        """True: its streams say log-probabilities and versions with each token, as our own engine's do; false: with
+        their last line, so that tokens are lost with it."""
         self.url = ""
         self._policy = policy
         self._read: tuple[int, ChatTemplate] | None = None
         self._server: uvicorn.Server | None = None
 
     def __enter__(self) -> Self:
-        listening = listen()
+        self.open()
+        return self
+
+    def open(self) -> None:
+        """Begin; after `close` again, at the same address."""
+        listening = listen(int(self.url.rpartition(":")[2] or 0))
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         routes = [
             Route("/generate", self._generate, methods=["POST"]),
@@ -135,7 +147,7 @@ class ScriptedEngine:
         self._thread.start()
         for _ in range(START_LIMIT_S * 200):
             if self._server.started:
-                return self
+                return
             self._thread.join(0.005)
         raise TimeoutError(f"the scripted engine did not start within {START_LIMIT_S} s")
 
@@ -172,6 +184,7 @@ class ScriptedEngine:
         return await self._serve(call, self._chat_answer)
 
     async def _serve(self, call: Logged, answer_to: Callable[[Logged, Scripted, int], dict[str, Any]]) -> Response:
+        await self._until(lambda: not self.hung)
         self.log.append(call)
         number = len(self.log)
         if len(call.prompt) + call.max_tokens > self.context:
@@ -199,7 +212,7 @@ class ScriptedEngine:
 
         tokens = self._sample(call, answer)
         if call.stream:
-            return _Stream(tokens, body, answer)
+            return _Stream(tokens, lambda: self._preview(call, number, version), body, answer)
         async for _ in tokens:
             pass
         return _HangUp() if answer.hang_up else JSONResponse(body())
@@ -212,12 +225,20 @@ class ScriptedEngine:
             self.sampled_tokens += 1
             yield token
             stalls = len(call.answer) == answer.stall_at
-            await call.wait(answer.stall_s if stalls else answer.pace_s)
+            while stalls and answer.stall_until and not (answer.stall_until() or call.interrupted.is_set()):
+                await call.wait(0.05)  # polled, since a test changes it from another thread
+            await call.wait(answer.stall_s if stalls and not answer.stall_until else answer.pace_s)
         whole = len(call.answer) == len(answer.tokens)
         cut = "length" if len(call.answer) == call.max_tokens else "interrupted"
         call.finish = answer.finish if whole else cut
 
+    def _preview(self, call: Logged, number: int, version: Version) -> dict[str, Any]:
+        """Of the last token."""
+        told = {"logprobs": self.logprobs(number, len(call.answer))[-1:], "versions": [version.pack()]}
+        return {"tokens": call.answer[-1:]} | (told if self.tells_all else {})
+
     async def _interrupt(self, request: Request) -> Response:
+        await self._until(lambda: not self.hung)
         if not self.interruptible:
             return _error(404, "no_such_route", "POST /interrupt")
         id = (await request.json())["id"]
@@ -254,6 +275,7 @@ class ScriptedEngine:
         return {"id": f"chatcmpl-{number}", "choices": [choice], "prompt_token_ids": call.prompt}
 
     async def _health(self, _: Request) -> Response:
+        await self._until(lambda: not self.hung)
         body = {
             "status": "ok",
             "reason": "",
@@ -279,7 +301,7 @@ class ScriptedEngine:
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         self.waiting += 1
-        # Polled, since tests change `paused` from other threads.
+        # Polled, since tests change `paused` and `hung` from other threads.
         while not condition():
             await asyncio.sleep(0.002)
         self.waiting -= 1
@@ -297,9 +319,16 @@ class _HangUp(Response):
 class _Stream(Response):
     """Each token by itself, then the whole answer."""
 
-    def __init__(self, tokens: AsyncIterator[int], body: Callable[[], dict[str, Any]], scripted: Scripted) -> None:
+    def __init__(
+        self,
+        tokens: AsyncIterator[int],
+        preview: Callable[[], dict[str, Any]],
+        body: Callable[[], dict[str, Any]],
+        scripted: Scripted,
+    ) -> None:
         self.status_code, self.background = 200, None
         self._tokens = tokens
+        self._preview = preview
         self._body = body
         self._scripted = scripted
 
@@ -307,8 +336,8 @@ class _Stream(Response):
         await send(
             {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/x-ndjson")]}
         )
-        async for token in self._tokens:
-            line = json.dumps({"tokens": [token]}).encode() + b"\n"
+        async for _ in self._tokens:
+            line = json.dumps(self._preview()).encode() + b"\n"
             await send({"type": "http.response.body", "body": line, "more_body": True})
         if not self._scripted.hang_up:
             await send({"type": "http.response.body", "body": json.dumps(self._body()).encode() + b"\n"})

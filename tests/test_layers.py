@@ -13,6 +13,7 @@ ALLOWED = {
     "records": set(),
     "config": {"records"},
     "client": {"records"},
+    "logs": set(),
     "weights": {"records"},
     "services": {"config"},
     "gateway": SHARED,

@@ -17,12 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from harnessed import services
+from harnessed import logs, services
 from harnessed.browse.commands import add_commands
+from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError, load
 from harnessed.records import TRAINED_OUTCOMES, Purpose, Task
-from harnessed.run import ADMIN_KEY_VARIABLE, Run, admin_key, keep_admin_key
+from harnessed.run import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, URL_FILE, Run, admin_key, keep_keys
 from harnessed.training.failures import RunFailed
 
 
@@ -31,13 +32,13 @@ def main() -> NoReturn:
     try:
         sys.exit(arguments.run(arguments))
     except ConfigError as error:
-        _say(str(error))
+        logs.say(str(error))
         sys.exit(2)
     except (services.ServiceDied, RunFailed, Unreachable, ApiError) as error:
-        _say(str(error))
+        logs.say(str(error))
         sys.exit(1)
     except KeyboardInterrupt:
-        _say("interrupted")
+        logs.say("interrupted")
         sys.exit(130)
 
 
@@ -74,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("doctor", help=description, description=description)
     command.add_argument("--model", type=Path, required=True, help="folder of the policy")
     command.set_defaults(run=doctor)
+    description = "who waits for whom at a gateway, and since when; exit status 0 if it is ready"
+    add_status_arguments(commands.add_parser("status", help=description, description=description))
     description = "look into what a run recorded"
     add_commands(commands.add_parser("rollouts", help=description, description=description))
     return parser
@@ -174,7 +177,7 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
             display.phase("held-out tasks")
             result = evaluate_held_out(
                 run.rollouts(watch, display.tick),
-                Report(run.folder),
+                Report(run.folder, run.gateway, run.id, display.note),
                 tasks,
                 config.evaluation,
                 config.sampling,
@@ -201,11 +204,14 @@ def start_house(config: Config, arguments: argparse.Namespace) -> int:
 def serve_gateway(config: Config, arguments: argparse.Namespace) -> int:
     from harnessed.gateway.app import serve
 
+    logs.configure(config.gateway.log)
     folder = _service_folder(config, arguments)
     listener = _listener(arguments, config.gateway.host, config.gateway.port, "gateway.port")
+    url = services.url_of(listener)
+    (folder / URL_FILE).write_text(url, encoding="utf-8")
+    keep_keys(folder)
     if not arguments.owner:
-        key_file = keep_admin_key(folder)
-        _say(f"gateway on {services.url_of(listener)}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}")
+        logs.say(f"gateway on {url}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {folder / ADMIN_KEY_FILE}")
     serve(listener, folder, config.gateway)
     return 0
 
@@ -214,6 +220,7 @@ def run_controller(config: Config, arguments: argparse.Namespace) -> int:
     from harnessed.controller.check import check
     from harnessed.controller.reconciler import run_controller as reconcile
 
+    logs.configure(config.gateway.log)
     check(config)
     if config.gateway.url is None:
         raise ConfigError("gateway.url is missing: name the gateway that this controller works for")
@@ -234,9 +241,10 @@ def serve_engine(config: Config, arguments: argparse.Namespace) -> int:
     from harnessed.engine.serve import StartError, serve
     from harnessed.weights import WeightsError
 
+    logs.configure(config.gateway.log)
     listener = _listener(arguments, config.engine.host, config.engine.port, "engine.port")
     if not arguments.owner:
-        _say(f"engine on {services.url_of(listener)}")
+        logs.say(f"engine on {services.url_of(listener)}")
     try:
         serve(listener, config.policy.model, arguments.weights or config.engine.weights, config.engine)
     except (StartError, WeightsError) as error:
@@ -267,10 +275,6 @@ def _service_folder(config: Config, arguments: argparse.Namespace) -> Path:
 def _need_torch(command: str) -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"`harnessed {command}` needs torch: pip install -e '.[train]' in its folder")
-
-
-def _say(text: str) -> None:
-    print(f"harnessed: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,14 @@ from harnessed.records import (
     EngineSpec,
     Event,
     Examination,
+    Fate,
     Group,
     GroupSpec,
+    Metrics,
     Reward,
     Rollout,
     RunSpec,
+    Status,
     Totals,
     Transcript,
     Turnstile,
@@ -243,6 +246,7 @@ def close_turnstile(run: str, owner: str, mode: CloseMode, lease_s: float = 30, 
 
 
 def renew_turnstile(run: str, owner: str) -> Call[Turnstile]:
+    """Keep it closed for another lease."""
     return Call("POST", f"/api/runs/{run}/turnstile/renew", _json(Turnstile), {"owner": owner})
 
 
@@ -252,12 +256,19 @@ def open_turnstile(run: str, owner: str) -> Call[Turnstile]:
 
 
 def get_turnstile(run: str) -> Call[Turnstile]:
+    """Whether it is open, or who has closed it, and how much still runs."""
     return Call("GET", f"/api/runs/{run}/turnstile", _json(Turnstile))
 
 
 def register_engine(engine: EngineSpec) -> Call[Engine]:
-    """Serve a run's policy from this engine from the next call on; the same id replaces at once."""
+    """Serve a run's policy from this engine, among others, from the next call on; the same id replaces at once. The
+    engines of a run all speak the same (status 409)."""
     return Call("POST", "/api/engines", _json(Engine), _dump(engine))
+
+
+def remove_engine(engine: str) -> Call[None]:
+    """Its rollouts go elsewhere; what it generates now is interrupted and goes on there too."""
+    return Call("DELETE", f"/api/engines/{engine}", _nothing)
 
 
 def list_engines() -> Call[list[Engine]]:
@@ -271,10 +282,12 @@ def create_groups(groups: list[GroupSpec]) -> Call[list[Group]]:
 
 
 def list_groups(run: str) -> Call[list[Group]]:
+    """All groups of a run, in the order of their creation."""
     return Call("GET", "/api/groups", _json(list[Group]), query={"run": run})
 
 
 def get_group(group: str) -> Call[Group]:
+    """A group, and whether it is complete."""
     return Call("GET", f"/api/groups/{group}", _json(Group))
 
 
@@ -298,14 +311,17 @@ def get_transcripts(group: str) -> Call[list[Transcript]]:
 
 
 def list_rollouts(run: str) -> Call[list[Rollout]]:
+    """All rollouts of a run, in the order of their creation."""
     return Call("GET", "/api/rollouts", _json(list[Rollout]), query={"run": run})
 
 
 def get_rollout(rollout: str) -> Call[Rollout]:
+    """A rollout with its state, outcome and reward."""
     return Call("GET", f"/api/rollouts/{rollout}", _json(Rollout))
 
 
 def cancel_rollout(rollout: str) -> Call[Rollout]:
+    """End it with the outcome `cancelled`, unless it has ended."""
     return Call("POST", f"/api/rollouts/{rollout}/cancel", _json(Rollout))
 
 
@@ -355,6 +371,7 @@ def append_event(event: Event) -> Call[None]:
 
 
 def list_events(rollout: str) -> Call[list[Event]]:
+    """The events of all attempts of a rollout, in the order in which they came."""
     return Call("GET", f"/api/rollouts/{rollout}/events", _json(list[Event]))
 
 
@@ -365,7 +382,34 @@ def list_changes(run: str, after: int, wait_s: float = 0) -> Call[list[Change]]:
 
 
 def get_totals(run: str) -> Call[Totals]:
+    """What the stored records of a run hold, counted now."""
     return Call("GET", f"/api/runs/{run}/totals", _json(Totals))
+
+
+def post_metrics(run: str, metrics: Metrics) -> Call[None]:
+    """Keep a line of a trainer's metrics, for the dashboard's curves."""
+    return Call("POST", f"/api/runs/{run}/metrics", _nothing, _dump(metrics))
+
+
+def list_metrics(run: str, after: int = 0) -> Call[list[Metrics]]:
+    """The lines of a run with a higher number than `after`, in the order in which they came."""
+    return Call("GET", f"/api/runs/{run}/metrics", _json(list[Metrics]), query={"after": after})
+
+
+def post_fates(run: str, fates: dict[str, dict[Fate, int]]) -> Call[None]:
+    """Keep what became of the sampled tokens of rollouts, for the dashboard; the last ones of a rollout count."""
+    body = {rollout: {str(fate): tokens for fate, tokens in each.items()} for rollout, each in fates.items()}
+    return Call("POST", f"/api/runs/{run}/fates", _nothing, body)
+
+
+def get_status() -> Call[Status]:
+    """Who waits for whom, and since when."""
+    return Call("GET", "/api/status", _json(Status))
+
+
+def check_ready() -> Call[None]:
+    """Needs no key. An ApiError of status 503 says why the gateway cannot serve what there is to do."""
+    return Call("GET", "/readyz", _nothing)
 
 
 # The engine's own routes (no key: an engine listens where only gateway and trainer reach it).

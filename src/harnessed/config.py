@@ -159,10 +159,14 @@ class Gateway(Settings):
     password is best left to ~/.pgpass."""
     power_safe: bool = False
     """Records survive power loss too, not only the death of a process; each commit then waits for the disk."""
+    keep_days: float = Field(30, gt=0)
+    """So long after the last sign of life of a run, what its rollouts said is deleted; how they ended stays."""
     body_mb: int = Field(64, ge=1)
     """Largest request of an agent."""
     generation_limit_s: float = Field(600, gt=0, allow_inf_nan=False)
     """Longest wait for one answer of an engine, an engine that is being started again included."""
+    log: Literal["text", "json"] = "text"
+    """Lines of gateway, controller and engine: for people, or one JSON object each. Neither ever holds a key."""
 
 
 class Controller(Settings):

@@ -142,7 +142,7 @@ class State(StrEnum):
 class Record(BaseModel):
     """Base of the control records: a misspelt field is an error, not silence."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class Sampling(Record):
@@ -323,6 +323,17 @@ class Event(Record):
     """Set by the gateway."""
 
 
+class Metrics(Record):
+    """One line of a trainer's metrics.jsonl, as it was posted; docs/metrics.md says what the values mean."""
+
+    number: int = 0
+    """Set by the gateway: grows with every line, over all runs."""
+    step: int
+    values: dict[str, Any]
+    time: float | None = None
+    """Set by the gateway."""
+
+
 class ChangeKind(StrEnum):
     ROLLOUT = "rollout"
     GROUP = "group"
@@ -360,8 +371,6 @@ class CallState(StrEnum):
 
     ADMITTED = "admitted"
     ANSWERED = "answered"
-    LEFT = "left"
-    """Answered, and its client had gone away before it got the last byte."""
     INTERRUPTED = "interrupted"
     """Its client went away before its answer: what was sampled for it is kept."""
     FAILED = "failed"
@@ -416,6 +425,67 @@ class Engine(EngineSpec):
     """Packed `Version` that it serves."""
     reason: str = ""
     """Why it is not healthy."""
+    in_flight: int = 0
+    """Answers that the gateway which says this has asked it for."""
+    waiting: int | None = None
+    """Answers that wait in the engine; none: it does not say."""
+
+
+class GatewayStatus(Record):
+    id: str
+    since: float
+    """When it started."""
+
+
+class RunStatus(Record):
+    """Rollouts by state, and calls in progress at the gateway that says this."""
+
+    run: str
+    queued: int
+    running: int
+    finished: int
+    held: int
+    """Calls that wait at a closed turnstile."""
+    in_flight: int
+    """Calls in progress that are not held."""
+
+
+class WaitingCall(Record):
+    """A call in progress at the gateway that says this."""
+
+    model_config = ConfigDict(validate_by_name=True, serialize_by_alias=True)
+
+    run: str
+    """Empty, as what follows, until it is known."""
+    rollout: str
+    attempt: int
+    call: str
+    since: float
+    """When it began to wait for this."""
+    what: str = Field(alias="for")
+    """For whom or what it waits."""
+
+
+class ControllerStatus(Record):
+    owner: str
+    attempts: int
+    """Live ones."""
+    lease_until: float
+    """Of the attempt that it would lose first."""
+
+
+class Status(Record):
+    """Who waits for whom, and since when."""
+
+    gateways: list[GatewayStatus]
+    turnstiles: list[Turnstile]
+    """Those that are not open."""
+    runs: list[RunStatus]
+    """In the order of their creation."""
+    waiting: list[WaitingCall]
+    """The longest waiting first, at most 1,000."""
+    engines: list[Engine]
+    controllers: list[ControllerStatus]
 
 
 class Totals(Record):

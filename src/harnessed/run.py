@@ -21,7 +21,7 @@ from harnessed.client import Client, create_run, examine_template, register_engi
 from harnessed.config import Config, ConfigError
 from harnessed.controller.check import check as check_controller
 from harnessed.gateway.app import SECRET
-from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.keys import ADMIN, METRICS, Keyring
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import EngineSpec, History, RunSpec, Verdict
 from harnessed.services import Services, bind, url_of
@@ -32,6 +32,11 @@ ADMIN_KEY_VARIABLE = "HARNESSED_ADMIN_KEY"
 """Holds the admin key of a gateway that the run did not start itself."""
 PATIENCE_S = 300.0
 """How long a run waits for a gateway or an engine that is away."""
+ADMIN_KEY_FILE = "admin.key"
+"""In the folder of a gateway, as the next two."""
+METRICS_KEY_FILE = "metrics.key"
+"""For a scraper of `GET /metrics`."""
+URL_FILE = "gateway.url"
 
 
 def admin_key() -> str:
@@ -42,12 +47,13 @@ def admin_key() -> str:
     return key
 
 
-def keep_admin_key(folder: Path) -> Path:
-    """The file, for its owner alone, that holds the admin key of a gateway in this folder."""
-    path = folder / "admin.key"
-    path.touch(mode=0o600)
-    path.write_text(Keyring.from_file(folder / SECRET).sign(ADMIN), encoding="utf-8")
-    return path
+def keep_keys(folder: Path) -> None:
+    """Write the keys of a gateway in this folder into files for its owner alone."""
+    keyring = Keyring.from_file(folder / SECRET)
+    for name, key in ((ADMIN_KEY_FILE, ADMIN), (METRICS_KEY_FILE, METRICS)):
+        path = folder / name
+        path.touch(mode=0o600)
+        path.write_text(keyring.sign(key), encoding="utf-8")
 
 
 def hear_interrupts() -> None:

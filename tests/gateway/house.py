@@ -50,10 +50,13 @@ class House:
         application = await self._serve(self._listener, "first")
         self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
+        self.exchanges = [self.exchange]
+        self.operations = application.state.operations
         self.turnstiles = application.state.turnstiles
         self.url = self.urls[0]
         if self.settings.database:
-            await self._serve(self._other_listener, "second")
+            other = await self._serve(self._other_listener, "second")
+            self.exchanges.append(other.state.exchange)
 
     async def _serve(self, listener, name):
         application = await self._stack.enter_async_context(gateway(self.folder, self.settings, name))
@@ -108,8 +111,12 @@ class House:
     @property
     def clients(self) -> int:
         """That wait for an answer, as far as the gateway knows."""
-        sessions = list(self.exchange._sessions.values())
-        return sum(pending.waiting for session in sessions for pending in session.calls_in_progress())
+        return sum(pending.waiting for pending in self.calls_in_progress())
+
+    def calls_in_progress(self):
+        """Of all gateways."""
+        sessions = [session for each in self.exchanges for session in each._sessions.values()]
+        return [each for session in sessions for each in session.calls_in_progress() if not each.gateway]
 
     async def left(self, still: int = 0) -> None:
         """Returns when the gateway has seen all clients leave, but so many."""

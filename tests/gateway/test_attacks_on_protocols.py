@@ -332,7 +332,7 @@ async def test_a_side_call_is_known_by_its_system_text_in_every_shape(house, mes
 
 
 async def test_no_name_of_an_interrupted_generation_is_kept_for_ever(house):
-    """The ids of answers that had ended already when the client left stay in `Engines._unwanted`."""
+    """The ids of answers that had ended already when the client left stay in the books of `Engines`."""
     slow = Scripted(answer("slow" * 20), pace_s=0.05)
     house.engine.script = lambda prompt, call: answer("fast") if call == 1 else slow
     (attempt,) = await house.attempts()
@@ -342,7 +342,7 @@ async def test_no_name_of_an_interrupted_generation_is_kept_for_ever(house):
     asking.cancel()
     await house.left()
     await asyncio.sleep(0.5)
-    assert not house.exchange._engines._unwanted
+    assert not house.exchange._engines._running
 
 
 @pytest.mark.parametrize("value", ["123456789012345678901234567890", '"\\ud800"'], ids=["large", "surrogate"])

@@ -180,11 +180,8 @@ async def test_a_request_that_is_cut_leaves_nothing(house, path, caplog):
 def control_routes(house, attempt):
     """(method, path) of every route that is no call of the model, with this attempt's names filled in."""
     names = {"rollout": attempt.rollout, "n:int": "1", "run": "r", "group": "g"}
-    for route in house.routes:
-        if route.path.startswith("/api"):
-            path = re.sub(r"\{([^}]+)\}", lambda match: names[match[1]], route.path)
-            for method in sorted(route.methods - {"HEAD"}):
-                yield method, path
+    for operation in house.operations:
+        yield operation.method, re.sub(r"\{([^}]+)\}", lambda match: names[match[1]], operation.path)
 
 
 async def test_an_agents_key_opens_calls_and_its_own_events_and_nothing_else(house):

@@ -191,11 +191,7 @@ class RandomHarness:
 
     async def settled(self):
         """Nothing is being generated or recorded for anybody."""
-        while any(
-            not pending.answers.done()
-            for session in self.house.exchange._sessions.values()
-            for pending in session.calls_in_progress()
-        ):
+        while any(not pending.answers.done() for pending in self.house.calls_in_progress()):
             await asyncio.sleep(0.002)
 
     async def ask(self, messages, *, n=1, tools=(), answers=None):
@@ -203,7 +199,8 @@ class RandomHarness:
         self.planned += [self.planned_answer() for _ in range(n)] if answers is None else answers
         streams = self.random.random() < 0.5
         try:
-            completion = await self.client.chat.completions.create(
+            url = self.house.urls[self.random.random() < 0.5] if self.house.settings.database else self.house.url
+            completion = await self.client.with_options(base_url=f"{url}/v1").chat.completions.create(
                 model="m", messages=list(messages), n=n, stream=streams, **({"tools": list(tools)} if tools else {})
             )
             if streams:

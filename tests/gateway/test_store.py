@@ -2,14 +2,19 @@
 
 import asyncio
 
+import openai
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, insert, make_url, select, text
 
+from harnessed.client import end_attempt, get_rollout
 from harnessed.config import ConfigError
+from harnessed.gateway import retention
+from harnessed.gateway import store as store_module
 from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.tables import runs, schema
+from harnessed.records import Ending, Outcome
 
 RUN = {"policy": "p", "limits": {}, "history": "exact", "side_calls": [], "created": 0.0, "closed_s": 0.0}
 
@@ -120,3 +125,32 @@ async def test_writes_wait_while_the_server_is_away(database):
     await store.write(add("b"))
     assert await store.read(ids) == ["a", "b"]
     await store.close()
+
+
+async def test_admission_stops_before_the_disk_is_full(house, monkeypatch):
+    (attempt,) = await house.attempts()
+    question = [{"role": "user", "content": "hello"}]
+    monkeypatch.setattr(store_module, "LEAST_FREE_BYTES", 1 << 60)
+    await house.store.write(lambda connection: None)
+    with pytest.raises(openai.InternalServerError, match=r"MB are free where .* lies: make room"):
+        await house.openai(attempt.key).chat.completions.create(model="m", messages=question)
+    assert house.engine.log == []
+    monkeypatch.undo()
+    await house.store.write(lambda connection: None)
+    await house.openai(attempt.key).chat.completions.create(model="m", messages=question)
+
+
+async def test_runs_that_rest_lose_what_was_said(house):
+    (attempt,) = await house.attempts()
+    await house.openai(attempt.key).chat.completions.create(model="m", messages=[{"role": "user", "content": "hello"}])
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+
+    async def rests(days):
+        keeping = asyncio.create_task(retention.keep_small(house.store, days))
+        await asyncio.sleep(0.5)
+        keeping.cancel()
+        return await house.nodes()
+
+    assert len(await rests(1)) == 1
+    assert await rests(1e-9) == []
+    assert (await house.admin(get_rollout(attempt.rollout))).reward == 1.0

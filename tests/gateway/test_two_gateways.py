@@ -2,11 +2,15 @@
 
 import asyncio
 import time
+from random import Random
 
 import openai
 import pytest
 from house import open_house
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from scripted_engine import Scripted
+from test_random_harness import ACTS, EXAMPLES, play_attempts
 from texts import answer
 
 from harnessed.client import (
@@ -17,6 +21,7 @@ from harnessed.client import (
     create_groups,
     end_attempt,
     get_rollout,
+    get_status,
     get_totals,
     get_transcripts,
     get_turnstile,
@@ -210,3 +215,28 @@ async def test_a_gateway_that_is_taken_for_dead_records_no_more(house, monkeypat
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
     (transcript,) = await house.admin(get_transcripts("g"))
     assert sum(build(transcript).fates.values()) == totals.sampled_tokens
+
+
+@settings(max_examples=max(EXAMPLES // 3, 1), deadline=None, suppress_health_check=list(HealthCheck))
+@given(acts=st.lists(st.sampled_from(ACTS), max_size=8), seed=st.integers(0, 2**32))
+async def test_any_mix_of_what_harnesses_do_keeps_the_books(house, acts, seed):
+    """Each call goes to either of them."""
+    await play_attempts(house, [acts], Random(seed), chats=False)
+
+
+async def test_both_tell_of_both_and_each_of_its_own_calls(house):
+    house.engine.script = lambda prompt, number: Scripted(answer("late"), delay_s=30)
+    (attempt,) = await house.attempts()
+    await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=0))
+    call = asyncio.create_task(ask(house, 1, attempt.key))
+    async with AsyncClient(house.urls[1], house.keys.sign(ADMIN)) as second:
+        async with asyncio.timeout(10):
+            while not (theirs := await second(get_status())).waiting:
+                await asyncio.sleep(0.01)
+        ours = await house.admin(get_status())
+    assert [each.what for each in theirs.waiting] == ["the turnstile, closed by trainer"]
+    assert ours.waiting == [] and ours.turnstiles == theirs.turnstiles != []
+    assert [each.id.partition("-")[0] for each in ours.gateways] == ["first", "second"]
+    assert ours.gateways == theirs.gateways and ours.controllers == theirs.controllers
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)

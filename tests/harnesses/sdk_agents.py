@@ -63,20 +63,28 @@ def openai_responses(task):
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": said})
 
 
-def anthropic_messages(task):
+def anthropic_messages(task, *, streamed=True):
     import anthropic
 
     tool = {"name": "bash", "description": "Run it.", "input_schema": PARAMETERS}
     client, messages = anthropic.Anthropic(), [{"role": "user", "content": task["prompt"]}]
     while True:
-        with client.messages.stream(model="claude", max_tokens=1000, messages=messages, tools=[tool]) as stream:
-            message = stream.get_final_message()
+        request = {"model": "claude", "max_tokens": 1000, "messages": messages, "tools": [tool]}
+        if streamed:
+            with client.messages.stream(**request) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**request)
         messages.append({"role": "assistant", "content": message.content})
         calls = [block for block in message.content if block.type == "tool_use"]
         if not calls:
             return message.content[-1].text
         results = [{"type": "tool_result", "tool_use_id": call.id, "content": bash(**call.input)} for call in calls]
         messages.append({"role": "user", "content": results})
+
+
+def anthropic_unstreamed(task):
+    return anthropic_messages(task, streamed=False)
 
 
 def google_genai(task):

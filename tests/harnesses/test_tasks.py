@@ -2,7 +2,8 @@
 
 The engine's answers are scripted tokens in the format that the policy's template writes: some thought and some text,
 then a call of the harness's own shell; a second call; the last words. Two rollouts run at once, so that a call that is
-told for another's would be seen. No harness reaches more than this machine's own addresses.
+told for another's would be seen, and every answer is waited for, so that each harness meets the signs of life. No
+harness reaches more than this machine's own addresses.
 """
 
 import asyncio
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 from packages import FOLDER, NODE
 from policies import CALLING, make_policy
-from texts import answer, text
+from scripted_engine import Scripted
+from texts import answer, ids, text
 
 from harnessed.client import claim, create_groups, end_attempt, get_totals, get_transcripts, renew
 from harnessed.config import Config
 from harnessed.controller.local import LocalRunner
+from harnessed.gateway import delivery
 from harnessed.records import Fate, GroupSpec, Outcome
 from harnessed.training.samples import build
 
@@ -99,14 +102,19 @@ def script(case):
     def next_answer(prompt, _):
         said = text(prompt)
         if case.tool and "<|im_start|>tools" not in said:
-            return answer("A title")
+            return slowly("A title")
         step = said.count("<|im_start|>assistant\n") - 1
         (word,) = {word for word in WORDS if f"the word {word}" in said}
         last = write(case, case.last) if case.last else " \nDone,  it is written. "
         steps = [write(case, f"echo '{word}  é' > out.txt"), write(case, "cat out.txt"), last]
-        return answer(steps[step])
+        return slowly(steps[step])
 
     return next_answer
+
+
+def slowly(said):
+    """It begins late, and stops for a while in the middle of the text."""
+    return Scripted(answer(said), delay_s=0.3, stall_at=len(ids(said.partition("o")[0])) + 1, stall_s=0.3)
 
 
 def configuration(case, house, tmp_path):
@@ -169,7 +177,9 @@ async def run(config, house, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_a_task_is_worked_through(name, house, tmp_path):
+async def test_a_task_is_worked_through(name, house, tmp_path, monkeypatch):
+    monkeypatch.setattr(delivery, "PING_S", 0.05)
+    monkeypatch.setattr(delivery, "PATIENCE_S", 0.05)
     case = CASES[name]
     if case.needs and not case.needs.exists():
         missing = FOLDER / "missing.json"

@@ -8,15 +8,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, create_engine, delete, func, select
+from sqlalchemy import Connection, create_engine, select
 
 from harnessed.config import ConfigError
 from harnessed.gateway.app import DATABASE
-from harnessed.gateway.tables import calls, events, nodes, rollouts
+from harnessed.gateway.retention import DAY_S, forget
+from harnessed.gateway.tables import nodes, rollouts
 
 ENDED = ("summary.json", "evaluation.json")
 """One of them is written at the end of a run."""
-DAY_S = 24 * 3600
 AT_ONCE = 500
 """Rollouts in one statement."""
 
@@ -43,7 +43,7 @@ def prune(folder: Path, run: str, *, days: float) -> Pruned:
     engine = create_engine(f"sqlite:///{database}")
     with engine.begin() as connection:
         old = _ended_before(connection, run, time.time() - days * DAY_S)
-        answers = sum(_delete(connection, old[at : at + AT_ONCE]) for at in range(0, len(old), AT_ONCE))
+        answers = sum(forget(connection, old[at : at + AT_ONCE]) for at in range(0, len(old), AT_ONCE))
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql("VACUUM")
         connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -58,10 +58,3 @@ def _ended_before(connection: Connection, run: str, time_s: float) -> list[str]:
     """Rollouts that hold something to prune."""
     query = select(rollouts.c.id).where(rollouts.c.run == run, rollouts.c.finished < time_s)
     return list(connection.execute(query.where(rollouts.c.id.in_(select(nodes.c.rollout)))).scalars())
-
-
-def _delete(connection: Connection, ids: list[str]) -> int:
-    count = connection.execute(select(func.count()).select_from(nodes).where(nodes.c.rollout.in_(ids))).scalar_one()
-    for table in (nodes, calls, events):
-        connection.execute(delete(table).where(table.c.rollout.in_(ids)))
-    return int(count)

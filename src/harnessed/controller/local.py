@@ -104,7 +104,8 @@ class LocalRunner:
         except (TemplateError, OSError) as error:
             ended = Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason=str(error)))
         except Exception as error:  # one attempt, whatever is odd about it, must not end the controller of all
-            log.exception("attempt %s of rollout %s", assignment.attempt, assignment.rollout)
+            about = {"run": assignment.run, "rollout": assignment.rollout, "attempt": assignment.attempt}
+            log.exception("the attempt broke", extra=about)
             reason = f"the controller failed: {type(error).__name__}: {error}"
             ended = Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason=reason), final=True)
         finally:

@@ -4,7 +4,8 @@
                      "stop": [id], "stop_strings": [text], "stream": bool, "id": text}
                  -> {"tokens": [id], "logprobs": [float], "versions": [packed version],
                      "finish": "stop" | "length" | "interrupted"}
-                    With `stream`, lines of {"tokens": [id]} come before it: what was sampled since the last one.
+                    With `stream`, lines of {"tokens": [id], "logprobs": [float], "versions": [packed version]} come
+                    before it: what was sampled since the last one. Whoever loses the end can go on from them.
     POST /interrupt {"id": text} -> {"found": bool}
                     What is generated under that id ends with the tokens that it has.
     GET  /health -> {"status": "ok" | "unusable", "reason": why it is unusable, "model": name, "version": packed,
@@ -212,10 +213,12 @@ async def _lines(
 ) -> AsyncIterator[bytes]:
     told = 0
     while not answer.done():
-        new = sequence.tokens[told:]
-        told += len(new)
-        if new:
-            yield orjson.dumps({"tokens": new}, option=orjson.OPT_APPEND_NEWLINE)
+        logprobs = sequence.logprobs[told:]  # first, for it grows in another thread, after the tokens
+        tokens = sequence.tokens[told : told + len(logprobs)]
+        told += len(tokens)
+        if tokens:
+            new = {"tokens": tokens, "logprobs": logprobs, "versions": [sequence.version] * len(tokens)}
+            yield orjson.dumps(new, option=orjson.OPT_APPEND_NEWLINE)
         await _first(answer, grown)
     try:
         yield orjson.dumps(answer.result(), option=orjson.OPT_APPEND_NEWLINE)

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from harnessed.engine.prefixes import Layers, Prefixes
+from harnessed.records import UNKNOWN_VERSION
 
 LOWEST_TEMPERATURE = 1e-3
 """Above 0: logits divided by less could leave the range of float32."""
@@ -42,6 +43,7 @@ class Sequence:
         "tokens",
         "top_p",
         "uniform",
+        "version",
     )
 
     def __init__(
@@ -71,6 +73,8 @@ class Sequence:
         """Sampled, the stop included."""
         self.logprobs: list[float] = []
         """One per token, of the distribution that it was drawn from."""
+        self.version = UNKNOWN_VERSION
+        """Packed, of the weights that sample it; set by whoever makes it grow."""
         self.interrupted = False
         """Set from another thread: nobody wants more than the next token."""
         self.finish = ""

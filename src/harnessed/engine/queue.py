@@ -179,6 +179,8 @@ class Queue:
         while True:
             new = [self._waiting.popleft() for _ in range(self._room())]
             self._running += new
+            for request in new:
+                request.sequence.version = version.pack()
             if not self._running:
                 return
             self._look()

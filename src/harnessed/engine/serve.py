@@ -58,6 +58,7 @@ def serve(listening: socket.socket, model: Path, weights: Path | None, settings:
             app,
             loop="uvloop",
             http="httptools",
+            log_config=None,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_S,

@@ -24,11 +24,18 @@ from harnessed.gateway.api import CANCEL_LIMIT_S, Api
 from harnessed.gateway.delivery import RESET
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
+from harnessed.gateway.instruments import Instruments, Readings
 from harnessed.gateway.keys import Keyring
 from harnessed.gateway.peers import Peers
+from harnessed.gateway.probes import probe_routes
+from harnessed.gateway.progress import Calls
+from harnessed.gateway.retention import keep_small
 from harnessed.gateway.routes import model_routes
+from harnessed.gateway.status import Board
 from harnessed.gateway.store import Store
+from harnessed.gateway.surroundings import Surroundings
 from harnessed.gateway.turnstile import Turnstiles
+from harnessed.gateway.web.pages import Pages
 
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
@@ -83,6 +90,8 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 access_log=False,
+                log_config=None,
+                proxy_headers=False,
                 log_level="warning",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
@@ -109,31 +118,44 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     store."""
     keyring = Keyring.from_file(folder / SECRET)
     id = f"{name}-{secrets.token_hex(4)}"
-    store = Store(settings.database or f"sqlite:///{folder / DATABASE}", power_safe=settings.power_safe, client=id)
+    instruments = Instruments()
+    calls = Calls(instruments.ended)
+    store = Store(
+        settings.database or f"sqlite:///{folder / DATABASE}",
+        instruments.committed,
+        power_safe=settings.power_safe,
+        client=id,
+    )
     engines = Engines(settings.generation_limit_s)
-    for engine in await store.read(lifecycle.list_engines):
-        engines.register(engine)
+    await engines.keep(await store.read(lifecycle.list_engines))
     turnstiles = Turnstiles()
     exchange = Exchange(store, engines, keyring, turnstiles, id, settings.body_mb << 20)
     peers = Peers(store, id, name, turnstiles, exchange)
     await peers.join()
-    api = Api(store, engines, exchange, peers, keyring)
-    beating = asyncio.create_task(peers.run())
-    expiry = asyncio.create_task(_expire(store, exchange))
+    surroundings = Surroundings(store)
+    board = Board(id, calls, store, engines, turnstiles, surroundings)
+    readings = Readings(calls, exchange, store, engines, turnstiles, surroundings)
+    instruments.registry.register(readings)
+    api = Api(store, engines, exchange, peers, keyring, board)
+    tasks = [peers.run(), _expire(store, exchange), keep_small(store, settings.keep_days)]
+    running = [asyncio.create_task(task) for task in tasks]
     try:
         application = Starlette(
             routes=[
-                *model_routes(exchange),
+                *model_routes(exchange, calls),
                 *api.routes(),
+                *Pages(store, exchange, keyring).routes(),
+                *probe_routes(board, instruments, readings, keyring),
             ]
         )
         application.state.stop = api.stop
         application.state.exchange, application.state.store = exchange, store
+        application.state.operations = api.operations()
         application.state.turnstiles = turnstiles
         yield application
     finally:
-        expiry.cancel()
-        beating.cancel()
+        for task in running:
+            task.cancel()
         exchange.close()
         await engines.close()
         await peers.leave()

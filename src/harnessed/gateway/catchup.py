@@ -35,6 +35,7 @@ class Call:
     id: str
     gateway: str
     state: CallState
+    left: bool
     prompt: bytes
     wanted: Wanted
     most_tokens: int
@@ -170,7 +171,7 @@ def _mirror(session: Session, open_: dict[str, Call], found: Found) -> None:
         pending.unseen = call.gateway in found.unseen
         if whole and not pending.answers.done():
             pending.answers.set_result(given)
-        if pending.answers.done() and (call.state == CallState.LEFT or call.gateway not in found.alive):
+        if call.left or (pending.answers.done() and call.gateway not in found.alive):
             pending.waiting = 0
         if pending.delivered:
             session.handed_over(pending)
@@ -182,7 +183,7 @@ def _pending(call: Call) -> Pending:
 
 
 def _open(connection: Connection, attempt: AttemptId, gateway: str, answered: set[str]) -> list[Call]:
-    columns = [calls.c[name] for name in ("id", "gateway", "state", "prompt", "wanted", "most_tokens")]
+    columns = [calls.c[name] for name in ("id", "gateway", "state", "left", "prompt", "wanted", "most_tokens")]
     query = select(*columns).where(is_of(calls.c.rollout, calls.c.attempt, attempt))
     unanswered = query.where(calls.c.gateway != gateway, calls.c.state == CallState.ADMITTED)
     rows = list(connection.execute(unanswered))

@@ -1,4 +1,8 @@
-"""How an answer reaches the client: whole, or as a stream while it is sampled. `exchange.py` calls `deliver`."""
+"""How an answer reaches the client: whole, or as a stream while it is sampled. `exchange.py` calls `deliver`.
+
+A client that waits is told that it does, whatever it waits for: its own timers, or those of what stands in between,
+would else cut it off (docs/harnesses.md, "Waiting").
+"""
 
 import asyncio
 import contextlib
@@ -11,11 +15,16 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from harnessed.gateway.preview import Broken, Unfolding
+from harnessed.gateway.progress import current
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.wire.turn import Choice, Reply, Turn, Wire, WireError
 from harnessed.records import Node
 
+PING_S = 15.0
+"""Of silence, before a sign of life."""
+PATIENCE_S = 30.0
+"""The same where the answer goes out whole: with its first byte the status is out too, 200, and a failure has none."""
 RESET = "harnessed.reset"
 """The extension by which a connection is reset."""
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -44,14 +53,52 @@ async def leaving(receive: Receive) -> "AsyncIterator[asyncio.Task[None]]":
         gone.cancel()
 
 
+class _Body:
+    """The body of an answer with status 200; its headers go out with the first piece."""
+
+    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._send = send
+        self._headers = headers
+        self.begun = False
+        self.silent_since = time.monotonic()
+
+    async def tell(self, piece: bytes, *, more: bool = True) -> None:
+        if not self.begun:
+            self.begun = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        self.silent_since = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self.silent_since
+
+
 async def _whole(
     send: Send, gone: "asyncio.Task[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
 ) -> bool:
-    """Send the answer once it is recorded; False if the client left before. Raises WireError."""
-    await _first(pending.answers, gone, [])
+    """Send the answer once it is recorded; False if the client left before, or if it failed when white space that says
+    that it is waited for had gone out. Raises WireError before the first byte."""
+    body = _Body(send, _ONE_VALUE)
+    await asyncio.sleep(0)  # a client that has left is seen to have
+    while not (pending.answers.done() or gone.done()):
+        wait_s = (PING_S if body.begun else PATIENCE_S) - body.silent_s
+        if wait_s > 0:
+            await _first(pending.answers, gone, [], wait_s)
+        else:
+            await body.tell(b" ")
     if gone.done():
         return False
-    await send_json(send, 200, wire.render(_reply(session, pending, turn)))
+    try:
+        answer = wire.render(_reply(session, pending, turn))
+    except WireError:
+        if body.begun:
+            return False
+        raise
+    if body.begun:
+        await body.tell(answer, more=False)
+    else:
+        await send_json(send, 200, answer)
     return True
 
 
@@ -65,16 +112,11 @@ async def _stream(
     """
     stream = wire.Stream(turn, pending.id, time.time())
     texts = [Unfolding(session.template, turn) for _ in range(turn.wanted.n)]
-    headers = _EVENTS if turn.events else _ONE_VALUE
-    begun = False
+    body = _Body(send, _EVENTS if turn.events else _ONE_VALUE)
 
     async def tell(events: Callable[[], bytes], *, more: bool = True) -> None:
-        nonlocal begun
-        before = b""
-        if not begun:
-            begun, before = True, stream.begin(turn.wanted.n)
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": before + events(), "more_body": more})
+        before = b"" if body.begun else stream.begin(turn.wanted.n)
+        await body.tell(before + events(), more=more)
 
     try:
         await asyncio.sleep(0)  # a client that has left is seen to have
@@ -82,18 +124,22 @@ async def _stream(
             changes = [preview.changed for preview in pending.previews]
             new = [text.more(preview) for text, preview in zip(texts, pending.previews, strict=False)]
             if any(new):
+                current().shows()
                 await tell(lambda: b"".join(map(stream.more, count(), new)))  # noqa: B023  # called at once
-            await _first(pending.answers, gone, changes)
+            elif body.silent_s >= PING_S:
+                await tell(stream.ping)
+            await _first(pending.answers, gone, changes, PING_S - body.silent_s)
             if gone.done():
                 return False
         reply = _reply(session, pending, turn)
         rests = [text.end(choice.message) for text, choice in zip(texts, reply.choices, strict=True)]
     except (Broken, WireError):
-        if begun:
+        if body.begun:
             return False
         raise
     if gone.done():
         return False
+    current().shows()
     await tell(lambda: stream.end(reply, rests), more=False)
     return True
 
@@ -127,12 +173,12 @@ def _logprobs(session: Session, node: Node) -> list[tuple[str, float]]:
 
 
 async def _first(
-    answers: "asyncio.Future[list[Node]]", gone: "asyncio.Task[None]", changes: list[asyncio.Event]
+    answers: "asyncio.Future[list[Node]]", gone: "asyncio.Task[None]", changes: list[asyncio.Event], limit_s: float
 ) -> None:
-    """Returns when there are answers, new tokens, or nobody to send them to."""
+    """Returns when there are answers, new tokens, or nobody to send them to; or after so long."""
     changing = [asyncio.create_task(change.wait()) for change in changes]
     waited: set[asyncio.Future[Any]] = {answers, gone, *changing}
-    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(waited, timeout=max(limit_s, 0), return_when=asyncio.FIRST_COMPLETED)
     for each in changing:
         each.cancel()
 

@@ -44,6 +44,8 @@ class Generation:
     def after(self, kept: "Generated") -> "Generation":
         """The rest of an answer that was broken off; with another seed, or the same numbers would be drawn twice."""
         sampled = len(kept.tokens)
+        if not sampled:
+            return self
         return replace(
             self,
             prompt=self.prompt + array("i", kept.tokens).tobytes(),
@@ -69,6 +71,8 @@ class Generated:
 
     def then(self, more: "Generated") -> "Generated":
         """An answer that was broken off, with what followed."""
+        if not self.tokens:
+            return more
         with_logprobs = len(self.logprobs) == len(self.tokens) and len(more.logprobs) == len(more.tokens)
         return replace(
             more,
@@ -120,15 +124,31 @@ def ask(engine: EngineSpec, generation: Generation, *, stream: bool = False) -> 
     return orjson.dumps(common | tokens | strings, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def read_preview(line: bytes) -> list[int] | None:
-    """Of a stream the tokens that are new; None: the line is its last. Raises NoAnswer."""
+def read_preview(line: bytes) -> Generated | None:
+    """What a stream says next, with log-probabilities and versions if the engine gives them before the end; None: the
+    line is its last. Raises NoAnswer."""
     try:
         said = orjson.loads(line)
         if "finish" in said:
             return None
-        return array("i", said["tokens"]).tolist()
-    except (ValueError, KeyError, TypeError, OverflowError):
+        new = Generated(said["tokens"], said.get("logprobs", []), said.get("versions", []), NOTHING.finish)
+        _check_storable(new)
+        return new
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise NoAnswer(f"broke its stream off: {line[:200].decode(errors='replace')}") from None
+
+
+def shown(pieces: list[Generated]) -> Generated:
+    """What a stream has said of an answer whose end is lost; nothing, if the engine tells the rest of its tokens only
+    with the end."""
+    if any(not len(piece.tokens) == len(piece.logprobs) == len(piece.versions) for piece in pieces):
+        return NOTHING
+    return Generated(
+        [token for piece in pieces for token in piece.tokens],
+        [logprob for piece in pieces for logprob in piece.logprobs],
+        [version for piece in pieces for version in piece.versions],
+        NOTHING.finish,
+    )
 
 
 def read(engine: EngineSpec, body: bytes) -> Generated:
@@ -136,10 +156,7 @@ def read(engine: EngineSpec, body: bytes) -> Generated:
     try:
         answer = orjson.loads(body)
         generated = _read_chat(answer) if engine.speaks == Dialect.CHAT else _read_tokens(answer)
-        for numbers, kind in ((generated.tokens, "i"), (generated.logprobs, "f"), (generated.versions, "i")):
-            array(kind, numbers)  # raises for what cannot be stored
-        if min([*array("i", generated.prompt), *generated.tokens], default=0) < 0:
-            raise ValueError("a token id is negative")
+        _check_storable(generated)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise NoAnswer(f"gave no answer of the protocol: {error!r}") from error
     tokens = len(generated.tokens)
@@ -148,6 +165,14 @@ def read(engine: EngineSpec, body: bytes) -> Generated:
     if len(generated.logprobs) not in (0, tokens):
         raise NoAnswer(f"gave {len(generated.logprobs)} log-probabilities for its {tokens} tokens")
     return generated
+
+
+def _check_storable(generated: Generated) -> None:
+    """Raises ValueError, TypeError or OverflowError."""
+    for numbers, kind in ((generated.tokens, "i"), (generated.logprobs, "f"), (generated.versions, "i")):
+        array(kind, numbers)
+    if min([*array("i", generated.prompt), *generated.tokens], default=0) < 0:
+        raise ValueError("a token id is negative")
 
 
 def _read_tokens(answer: dict[str, Any]) -> Generated:

@@ -1,16 +1,16 @@
-"""Registered engines: their health, which one serves a rollout, and the client that asks for an answer.
+"""The client of the engines: asks for an answer until it is whole, whichever of a run's engines live and die meanwhile.
 
-`exchange.py` samples through here; `api.py` registers and lists.
+`sampling.py` samples and interrupts through here; `api.py` registers and lists. `routing.py` says where a rollout goes.
 """
 
 import asyncio
-import contextlib
-import hashlib
-import time
-from dataclasses import replace
+import socket
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import aiohttp
-import orjson
 
 from harnessed.gateway.dialects import (
     NOTHING,
@@ -22,11 +22,19 @@ from harnessed.gateway.dialects import (
     ask,
     read,
     read_preview,
+    shown,
 )
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import waits_for
+from harnessed.gateway.routing import Routing, Server, reason_in
 from harnessed.records import Dialect, Engine, EngineSpec
 
-HEALTH_LIMIT_S = 5.0
+CONNECT_LIMIT_S = 5.0
+INTERRUPT_LIMIT_S = 5.0
+LAST_WORDS_S = 8.0
+"""How long an engine that is interrupted at the limit of a generation has to answer; then its connection is closed."""
+LOST_LIMIT_S = 1.0
+"""How long an engine whose connection broke is tried to be told that nobody waits there."""
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -48,29 +56,64 @@ class RequestRefused(EngineFailed):
 class Interrupted(EngineFailed):
     """Nobody wants the answer any more."""
 
+    trouble: str = ""
+    """What was wrong with the engines while it waited for one."""
 
-class _Again(Exception):
-    """Worth asking again; the text says why."""
+
+class _Lost(Exception):
+    """The connection broke, or was never made; the text says how."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A generation that somebody asked for."""
+
+    kept: Generated
+    """What is sampled of it so far, as far as it is known."""
+    deadline: float
+    """In the time of the event loop."""
+    server: Server | None = None
+    """Where it runs now."""
+    lost: set[str] = field(default_factory=set)
+    """Engines to which its connection broke."""
+    unwanted: bool = False
 
 
 class Engines:
     """The engines of all runs. One HTTP session for all of them; close it at the end."""
 
     def __init__(self, limit_s: float) -> None:
-        self._engines: dict[str, EngineSpec] = {}
-        self._trouble: dict[str, str] = {}
-        """Engine -> why it is out of reach, while it is."""
-        self._running: set[str] = set()
-        """Generations that somebody was asked for."""
-        self._unwanted: set[str] = set()
-        """Generations that were interrupted and have not ended yet."""
         self._limit_s = limit_s
+        self._running: dict[str, _Running] = {}
+        """By the generation's id."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=limit_s)
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=_make_socket),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
         )
+        self.sampled: Counter[str] = Counter()
+        """Engine -> tokens that it gave."""
+        self._routing = Routing(self._session)
+        self._stored: set[str] = set()
+        """Ids of engines that the store was last seen to hold."""
 
     def register(self, engine: EngineSpec) -> None:
-        self._engines[engine.id] = engine
+        """The same id replaces; what runs there ends there."""
+        self._routing.register(engine)
+
+    async def remove(self, id: str) -> None:
+        """Nothing more is asked of it. What runs there is interrupted and goes on elsewhere; of an engine that speaks
+        chat it ends there."""
+        if server := self._routing.remove(id):
+            there = [id for id, running in self._running.items() if running.server is server]
+            await asyncio.gather(*(self._end(id) for id in there if server.spec.speaks == Dialect.TOKENS))
+
+    async def keep(self, engines: list[EngineSpec]) -> None:
+        """These are stored; those that were and are no more are removed. One that is registered here at this moment may
+        not be among them yet."""
+        for engine in engines:
+            self.register(engine)
+        gone, self._stored = self._stored - {engine.id for engine in engines}, {engine.id for engine in engines}
+        await asyncio.gather(*(self.remove(id) for id in gone))
 
     async def generate(
         self,
@@ -82,159 +125,219 @@ class Engines:
     ) -> Generated:
         """Sample one answer, of which `kept` was sampled before.
 
-        While the engine cannot be reached it is asked again, within the time limit; an answer that it breaks off goes
-        on from its tokens. Raises EngineFailed, which holds the tokens so far.
+        Within the time limit it waits for a healthy engine, and what an engine breaks off goes on from its tokens, at
+        another one if this one was lost. Raises EngineFailed, which holds the tokens so far.
         """
-        deadline = time.monotonic() + self._limit_s
-        self._running.add(generation.id)
+        running = _Running(kept, asyncio.get_running_loop().time() + self._limit_s)
+        self._running[generation.id] = running
         try:
-            for tries in range(1_000_000):
-                if kept.tokens and kept.tokens[-1] in generation.stop:
-                    return replace(kept, finish="stop")
-                if len(kept.tokens) >= generation.max_tokens:
-                    return replace(kept, finish="length")
-                if generation.id in self._unwanted:
-                    raise Interrupted("nobody waits for it")
-                engine = self._of(run, rollout)
-                if preview:
-                    preview.begin(kept.tokens)
-                try:
-                    kept = kept.then(await self._ask(engine, generation.after(kept), preview))
-                    if kept.finish != NOTHING.finish:
-                        self._trouble.pop(engine.id, None)
-                        return kept
-                    if generation.id in self._unwanted:
-                        continue
-                    if engine.speaks == Dialect.CHAT:
-                        raise EngineFailed(f"engine {engine.id} broke its answer off")
-                    again = f"engine {engine.id} broke its answer off"
-                except _Again as error:
-                    again = self._trouble[engine.id] = str(error)
-                wait = _BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)]
-                if time.monotonic() + wait > deadline:
-                    raise EngineFailed(again)
-                await asyncio.sleep(wait)
+            return await self._until_whole(run, rollout, generation, running, preview)
         except EngineFailed as error:
-            error.kept = kept
+            error.kept = running.kept
             raise
         finally:
-            self._running.discard(generation.id)
-            self._unwanted.discard(generation.id)
-        raise AssertionError("the deadline ends the loop")
+            del self._running[generation.id]
 
-    async def interrupt(self, run: str, rollout: str, ids: list[str]) -> None:
-        """Let generations end with the tokens that they have, of an engine that is asked by tokens."""
-        self._unwanted.update(self._running.intersection(ids))
-        try:
-            engine = self._of(run, rollout)
-        except EngineFailed:
-            return
-        # A request that is still on its way to the engine is not known there yet.
-        for wait_s in _BACKOFF_S:
-            asked = [self._interrupt(engine, id) for id in ids if id in self._unwanted]
-            if all(await asyncio.gather(*asked)):
-                return
-            await asyncio.sleep(wait_s)
+    async def interrupt(self, ids: Iterable[str]) -> None:
+        """Let generations end with the tokens that they have, where they run."""
+        ids = [id for id in ids if id in self._running]
+        for id in ids:
+            self._running[id].unwanted = True
+        self._routing.wake()
+        await asyncio.gather(*(self._end(id) for id in ids))
 
-    async def abandon(self, run: str, rollout: str, ids: list[str]) -> None:
-        """Let generations end that were asked for by a gateway that died; what they have is lost."""
-        with contextlib.suppress(EngineFailed):
-            engine = self._of(run, rollout)
-            if engine.speaks == Dialect.TOKENS:
-                await asyncio.gather(*(self._interrupt(engine, id) for id in ids))
+    async def abandon(self, run: str, ids: Iterable[str]) -> None:
+        """End generations that a gateway asked for which is dead, wherever they run; nobody gets their tokens. An
+        engine that speaks chat ends what its client has left."""
+        ids = list(ids)
 
-    async def _interrupt(self, engine: EngineSpec, id: str) -> bool:
-        """Whether the engine knew of it."""
-        try:
-            limit = aiohttp.ClientTimeout(total=HEALTH_LIMIT_S)
-            async with self._session.post(f"{engine.url}/interrupt", json={"id": id}, timeout=limit) as response:
-                return response.status != 200 or bool((await response.json())["found"])
-        except (aiohttp.ClientError, TimeoutError):
-            return False  # then nothing is generated there
+        async def end_at(engine: EngineSpec) -> None:
+            for id in ids:
+                if await self._interrupt(engine, id) is None:
+                    return
 
-    def speaks(self, run: str, rollout: str) -> Dialect:
-        """How the rollout's engine is asked; by tokens as long as there is none."""
-        try:
-            return self._of(run, rollout).speaks
-        except EngineFailed:
-            return Dialect.TOKENS
+        engines = [server.spec for server in self._routing.servers(run) if server.spec.speaks == Dialect.TOKENS]
+        await asyncio.gather(*map(end_at, engines))
+
+    def speaks(self, run: str) -> Dialect:
+        """How the run's engines are asked; by tokens as long as there is none."""
+        return next((server.spec.speaks for server in self._routing.servers(run)), Dialect.TOKENS)
 
     def trouble(self, run: str, rollout: str) -> str:
         """Why the rollout's engine is out of reach; empty if it is not."""
-        try:
-            return self._trouble.get(self._of(run, rollout).id, "")
-        except EngineFailed as error:
-            return str(error)
+        return self._routing.trouble(run, rollout)
+
+    def forget(self, rollout: str) -> None:
+        """It is over, or begins anew."""
+        self._routing.forget(rollout)
+
+    @property
+    def known(self) -> list[Engine]:
+        """All engines, as last heard (every 2 s), with what runs there for this gateway."""
+        return [server.record for server in self._routing.servers()]
 
     async def health(self, id: str) -> Engine:
         """Ask one engine now."""
-        engine = self._engines[id]
-        fields = engine.model_dump()
-        try:
-            async with self._session.get(
-                f"{engine.url}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_LIMIT_S)
-            ) as response:
-                body = await response.read()
-                if response.status != 200:
-                    return Engine(**fields, healthy=False, reason=_reason(body, response.status))
-                if engine.speaks == Dialect.CHAT:  # it says nothing but that it is there
-                    return Engine(**fields, healthy=True)
-                health = orjson.loads(body)
-                return Engine(
-                    **fields,
-                    healthy=health["status"] == "ok",
-                    reason=health["reason"],
-                    sampled_tokens=health["sampled_tokens"],
-                    version=health["version"],
-                )
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError, KeyError) as error:
-            return Engine(**fields, healthy=False, reason=f"{type(error).__name__} {error}".strip())
+        (server,) = (server for server in self._routing.servers() if server.spec.id == id)
+        return await self._routing.ask(server)
 
-    async def list(self) -> "list[Engine]":
-        return list(await asyncio.gather(*(self.health(id) for id in self._engines)))
+    async def ask_all(self) -> list[Engine]:
+        """Ask all engines now."""
+        return await self._routing.ask_all()
 
     async def close(self) -> None:
+        await self._routing.close()
         await self._session.close()
 
-    def _of(self, run: str, rollout: str) -> EngineSpec:
-        """A rollout stays on one engine, whose cache knows its beginning."""
-        serving = [engine for engine in self._engines.values() if engine.run == run]
-        if not serving:
-            raise EngineFailed(f"run {run} has no engine: register one")
-        return serving[int.from_bytes(hashlib.blake2b(rollout.encode(), digest_size=4).digest()) % len(serving)]
+    async def _until_whole(
+        self, run: str, rollout: str, generation: Generation, running: _Running, preview: Preview | None
+    ) -> Generated:
+        """Raises EngineFailed."""
+        for wait_s in _waits():
+            kept = running.kept
+            if kept.tokens and kept.tokens[-1] in generation.stop:
+                return replace(kept, finish="stop")
+            if len(kept.tokens) >= generation.max_tokens:
+                return replace(kept, finish="length")
+            server = await self._healthy(run, rollout, running)
+            if preview:
+                preview.begin(kept.tokens)
+            try:
+                new = await self._ask(server, generation.after(kept), running, preview)
+                self.sampled[server.spec.id] += len(new.tokens)
+                running.kept = kept.then(new)
+                if running.kept.finish != NOTHING.finish:
+                    return running.kept
+                if running.unwanted:
+                    continue
+                failed = f"engine {server.spec.id} broke its answer off"
+                if server.spec.speaks == Dialect.CHAT:
+                    raise EngineFailed(failed)
+            except _Lost as error:
+                failed = f"engine {server.spec.id} was lost: {error}"
+                running.lost.add(server.spec.id)
+                self._routing.doubt(server, str(error))
+            left_s = running.deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                failed = f"engine {server.spec.id} was interrupted"
+            if left_s < wait_s:
+                raise EngineFailed(f"no whole answer within {self._limit_s:g} s: {failed}")
+            waits_for(f"an engine, to be asked again: {failed}")
+            await asyncio.sleep(wait_s)
+        raise AssertionError("the deadline ends the loop")
 
-    async def _ask(self, engine: EngineSpec, generation: Generation, preview: Preview | None) -> Generated:
-        """Raises _Again or EngineFailed."""
+    async def _healthy(self, run: str, rollout: str, running: _Running) -> Server:
+        """Where to ask, as soon as there is one. Raises EngineFailed."""
+        while (server := self._routing.choose(run, rollout, running.lost)) is None:
+            troubles = self._routing.troubles(run)
+            if running.unwanted:
+                interrupted = Interrupted("nobody waits for it")
+                interrupted.trouble = troubles
+                raise interrupted
+            if not self._routing.servers(run):
+                raise EngineFailed(troubles)
+            waits_for(f"an engine: {troubles}")
+            if not await self._routing.changed_before(running.deadline):
+                raise EngineFailed(f"no engine was healthy within {self._limit_s:g} s: {troubles}")
+        if running.unwanted:
+            raise Interrupted("nobody waits for it")
+        return server
+
+    async def _ask(
+        self, server: Server, generation: Generation, running: _Running, preview: Preview | None
+    ) -> Generated:
+        """One answer, whole or broken off. What a stream has shown of one that is lost is kept. Raises _Lost or
+        EngineFailed."""
+        pieces: list[Generated] = []
+        waits_for(f"engine {server.spec.id}")
+        running.server = server
+        server.in_flight += 1
+        try:
+            async with asyncio.timeout_at(running.deadline + LAST_WORDS_S) as limit:
+                ending = asyncio.create_task(self._end_at_the_limit(generation.id, running, limit))
+                try:
+                    return await self._send(server.spec, generation, preview, pieces)
+                finally:
+                    ending.cancel()
+        except _Lost:
+            running.kept = running.kept.then(shown(pieces))
+            # It may still run there: an engine does not see at once that its client is gone.
+            await self._interrupt(server.spec, generation.id, LOST_LIMIT_S)
+            raise
+        except TimeoutError:
+            running.kept = running.kept.then(shown(pieces))
+            given = f"gave no answer within {self._limit_s:g} s"
+            raise EngineFailed(f"engine {server.spec.id} {given}: its connection was closed") from None
+        finally:
+            server.in_flight -= 1
+            running.server = None
+
+    async def _end_at_the_limit(self, id: str, running: _Running, limit: asyncio.Timeout) -> None:
+        """So that no second generation begins while the first still runs: what can be interrupted answers with its
+        tokens; of the others, the connection is closed, which ends a generation of vLLM."""
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(running.deadline - loop.time())
+        chats = running.server is not None and running.server.spec.speaks == Dialect.CHAT
+        if chats or not await self._end(id):
+            limit.reschedule(loop.time())
+
+    async def _end(self, id: str) -> bool:
+        """Interrupt a generation where it runs; false: it cannot be."""
+        # A request that is still on its way to the engine is not known there yet.
+        for wait_s in _BACKOFF_S:
+            running = self._running.get(id)
+            if running is None or running.server is None:
+                return True
+            found = await self._interrupt(running.server.spec, id)
+            if found is not False:
+                return found is True
+            await asyncio.sleep(wait_s)
+        return False
+
+    async def _interrupt(self, engine: EngineSpec, id: str, limit_s: float = INTERRUPT_LIMIT_S) -> bool | None:
+        """Whether the engine knew of it; None: it cannot be told."""
+        try:
+            limit = aiohttp.ClientTimeout(total=limit_s)
+            async with self._session.post(f"{engine.url}/interrupt", json={"id": id}, timeout=limit) as response:
+                return bool((await response.json())["found"]) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+            return None
+
+    async def _send(
+        self, engine: EngineSpec, generation: Generation, preview: Preview | None, pieces: list[Generated]
+    ) -> Generated:
+        """`pieces`: gets what a stream shows. Raises _Lost or EngineFailed."""
         headers = {"content-type": "application/json"}
         url = engine.url + PATHS[engine.speaks]
         try:
             body = ask(engine, generation, stream=preview is not None)
             async with self._session.post(url, data=body, headers=headers) as response:
                 if preview and response.content_type == STREAM:
-                    body = await _follow(response, preview)
+                    body = await _follow(response, preview, pieces)
                 else:
                     body = await response.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _Again(f"engine {engine.id} was not reached: {error}") from error
+            raise _Lost(f"{type(error).__name__} {error}".strip()) from error
         except NoAnswer as error:
             raise EngineFailed(f"engine {engine.id} {error}") from error
         except aiohttp.ClientError as error:
             raise EngineFailed(f"engine {engine.id}: {type(error).__name__} {error}") from error
-        except TimeoutError:
-            raise EngineFailed(f"engine {engine.id} gave no answer within {self._limit_s:.0f} s") from None
         if response.status == 400 and b"context length" in body:  # the words of OpenAI and vLLM
-            raise ContextTooLong(_reason(body, response.status))
+            raise ContextTooLong(reason_in(body, response.status))
         if response.status == 400 and engine.speaks == Dialect.CHAT:
-            raise RequestRefused(_reason(body, response.status))
+            raise RequestRefused(reason_in(body, response.status))
+        if response.status >= 500 and not body.startswith(b"{"):
+            # Not the engine's own words: its server that is being ended, or a proxy in front of nothing.
+            raise _Lost(reason_in(body, response.status))
         if response.status != 200:
-            raise EngineFailed(f"engine {engine.id}: {_reason(body, response.status)}")
+            raise EngineFailed(f"engine {engine.id}: {reason_in(body, response.status)}")
         try:
             return read(engine, body)
         except NoAnswer as error:
             raise EngineFailed(f"engine {engine.id} {error}") from error
 
 
-async def _follow(response: aiohttp.ClientResponse, preview: Preview) -> bytes:
+async def _follow(response: aiohttp.ClientResponse, preview: Preview, pieces: list[Generated]) -> bytes:
     """Show the tokens of a stream; its last line, which is the whole answer. Raises NoAnswer."""
     rest = b""
     async for piece in response.content.iter_any():
@@ -243,13 +346,24 @@ async def _follow(response: aiohttp.ClientResponse, preview: Preview) -> bytes:
             new = read_preview(line)
             if new is None:
                 return line
-            preview.add(new)
+            pieces.append(new)
+            preview.add(new.tokens)
     raise NoAnswer("ended its stream without an answer")
 
 
-def _reason(body: bytes, status: int) -> str:
-    """The engine's own words, where it speaks our protocol; else the beginning of what it said."""
-    try:
-        return str(orjson.loads(body)["error"]["message"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return f"status {status} {body[:200].decode(errors='replace')}".rstrip()
+def _waits() -> Iterable[float]:
+    """Seconds before the next try, without end."""
+    yield from _BACKOFF_S
+    while True:
+        yield _BACKOFF_S[-1]
+
+
+def _make_socket(address: Any) -> socket.socket:
+    """A generation may say nothing for long; that the machine at its other end is gone is noticed in half a minute."""
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every system has these. The last is for a request that is not acknowledged, in milliseconds.
+    for name, value in {"KEEPIDLE": 10, "KEEPINTVL": 5, "KEEPCNT": 4, "USER_TIMEOUT": 30_000}.items():
+        if option := getattr(socket, f"TCP_{name}", None):
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made

@@ -28,6 +28,7 @@ from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.peers import LostCall
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import ENCODER, STORE, current, waits_for
 from harnessed.gateway.recording import Admitted, AttemptId, admit, mark_delivered, mark_left, record_faults
 from harnessed.gateway.sampling import LIMIT, Sampler, generations
 from harnessed.gateway.session import Pending, Session, attempt_ended
@@ -36,6 +37,7 @@ from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Place, Segment, Tree
 from harnessed.gateway.turnstile import Turnstiles
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import REFERENCE, Address, Turn, Wire, WireError
 from harnessed.records import Dialect, EngineSpec, History
 
@@ -75,12 +77,16 @@ class Exchange:
 
     async def serve(self, wire: Wire, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request of a protocol."""
+        progress = current()
         try:
             session = await self._session(self.key(scope))
+            progress.of(session.run, session.attempt)
             body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
             await self._catch_up(session)
-            read = await self._aside(body, lambda: self._read(wire, session, body, at))
-            turn, place, proven, segment, chat_length = read
+            known = session.beginning(body)
+            turn, place, proven, segment, chat_length = await self._read(wire, session, body, at, known)
+            session.remember(turn.beginning, known)
+            progress.streamed = turn.stream
             self._note_delivered(session, proven)
             async with leaving(receive) as gone:
                 pending = await self._repeated(session, turn, place, _retry_count(scope), gone)
@@ -89,10 +95,13 @@ class Exchange:
                         pending.waiting -= 1
                     return
                 pending = pending or self._begin(session, turn, place, segment, chat_length)
+                progress.joins(pending.id, pending.stage)
                 arrived = await deliver(send, gone, wire, session, pending, turn)
                 if not (arrived or gone.done()):
+                    progress.breaks(pending.answers)
                     scope["extensions"][RESET]["do"]()
         except WireError as error:
+            progress.error = error
             await send_json(send, error.status, wire.render_error(error))
             return
         if arrived:
@@ -106,11 +115,16 @@ class Exchange:
         body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
 
         def count() -> int:
-            turn = _parse(wire, session, body, at)
+            turn = _parse(wire, session, body, at, None)
             segment = self._encode(session, turn, session.tree.place(turn.messages, turn.tools))
             return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
-        return await self._aside(body, count)
+        return count() if _is_short(body, None) else await self._aside(session, count)
+
+    @property
+    def sessions(self) -> int:
+        """Attempts in memory."""
+        return len(self._sessions)
 
     def close(self) -> None:
         self._encoder.shutdown(wait=False)
@@ -164,13 +178,12 @@ class Exchange:
 
     async def stop_lost(self, calls: list[LostCall]) -> None:
         """Let engines end what they generate for a gateway that died."""
-        asked = (self._engines.abandon(each.run, each.rollout, generations(each.call, each.answers)) for each in calls)
+        asked = (self._engines.abandon(each.run, generations(each.call, each.answers)) for each in calls)
         await asyncio.gather(*asked)
 
-    def know_engines(self, engines: list[EngineSpec]) -> None:
+    async def know_engines(self, engines: list[EngineSpec]) -> None:
         """These are registered, by whichever gateway."""
-        for engine in engines:
-            self._engines.register(engine)
+        await self._engines.keep(engines)
 
     def forget_all(self) -> None:
         """Read every attempt from the store again."""
@@ -184,6 +197,7 @@ class Exchange:
     def _forget(self, session: Session) -> None:
         session.ended = True
         self._sessions.pop(session.attempt, None)
+        self._engines.forget(session.attempt[0])
 
     def key(self, scope: Scope) -> Key:
         """Of the attempt that calls. Raises WireError."""
@@ -204,6 +218,7 @@ class Exchange:
             if loading is None:
                 loading = self._loading[attempt] = asyncio.create_task(self._load(attempt))
                 loading.add_done_callback(lambda _: self._loading.pop(attempt))
+            waits_for(STORE)
             return await asyncio.shield(loading)
         return self._sessions[attempt]
 
@@ -217,28 +232,47 @@ class Exchange:
         self._sessions[attempt] = session  # before anybody who waits for it goes on
         return session
 
-    async def _aside(self, body: bytes, work: Callable[[], T]) -> T:
-        """Do the work of a request: at once if it is small and says all itself, else in a thread."""
-        if len(body) < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id")):
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+    async def _aside(self, session: Session, work: Callable[[], T]) -> T:
+        session.read_aside += 1
+        waits_for(ENCODER)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        finally:
+            session.read_aside -= 1
 
-    def _read(
-        self, wire: Wire, session: Session, body: bytes, at: Address
+    async def _read(
+        self, wire: Wire, session: Session, body: bytes, at: Address, known: Beginning | None
     ) -> tuple[Turn, Place, list[int], Segment | None, int]:
         """The request, its place, the answers that it proves to have arrived, and its new tokens; or none and the
-        length of its prompt, where the engine makes them."""
-        turn = _parse(wire, session, body, at)
-        place = session.tree.place(turn.messages, turn.tools)
-        proven = session.tree.prove_delivered(place)
-        if self._engines.speaks(session.run, session.attempt[0]) == Dialect.CHAT:
+        length of its prompt, where the engine makes them. Done at once if there is little to do, else in a thread."""
+
+        def place() -> tuple[Turn, Place, list[int]]:
+            turn = _parse(wire, session, body, at, known)
+            place = session.tree.place(turn.messages, turn.tools)
+            return turn, place, session.tree.prove_delivered(place)
+
+        def encode(turn: Turn, at: Place, proven: list[int]) -> tuple[Turn, Place, list[int], Segment | None, int]:
+            segment, chat_length = self._segment(session, turn, at)
+            if turn.prompt is not None and segment is not None:
+                proven = session.tree.prove_repeated(segment.parent)
+            return turn, at, proven, segment, chat_length
+
+        if session.read_aside or not _is_short(body, known):
+            return await self._aside(session, lambda: encode(*place()))
+        placed = place()
+        if session.history == History.TEMPLATE or not _are_short(placed[1].new):
+            return await self._aside(session, lambda: encode(*placed))
+        return encode(*placed)
+
+    def _segment(self, session: Session, turn: Turn, place: Place) -> tuple[Segment | None, int]:
+        if self._engines.speaks(session.run) == Dialect.CHAT:
             if turn.prompt is not None:
                 raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
-            return turn, place, proven, None, self._chat_length(session, turn, place)
+            return None, self._chat_length(session, turn, place)
         if turn.wanted.grammar:
             why = "this engine samples under no grammar: leave out `response_format` (`text.format`)"
             raise WireError(400, "no_grammar", why)
-        return turn, place, proven, self._encode(session, turn, place), 0
+        return self._encode(session, turn, place), 0
 
     def _chat_length(self, session: Session, turn: Turn, place: Place) -> int:
         """About how long an engine that speaks chat will make a prompt: it makes it itself, of the messages."""
@@ -250,7 +284,10 @@ class Exchange:
 
     async def _catch_up(self, session: Session) -> None:
         """See what other gateways have done to the attempt. Raises WireError if they have ended it."""
-        if self._store.shared and not await catch_up(self._store, session, self._gateway):
+        if not self._store.shared:
+            return
+        waits_for(STORE)
+        if not await catch_up(self._store, session, self._gateway):
             session.ended = True
             raise attempt_ended(session.attempt)
 
@@ -265,8 +302,9 @@ class Exchange:
         while not gone.done():
             await self._end_of_interruption(session, turn, place, gone)
             elsewhere = session.begun_elsewhere(turn, place)
-            if not any(pending.unseen or retry_count for pending in elsewhere):
+            if not any(pending.unseen or retry_count or not pending.waiting for pending in elsewhere):
                 return session.retried(turn, place, retry_count)
+            waits_for(f"gateway {elsewhere[0].gateway}")
             await asyncio.sleep(SIGHT_S)
             await self._catch_up(session)
         return None
@@ -277,6 +315,7 @@ class Exchange:
         """Returns when no call that this request may repeat is being interrupted: it may yet end whole, or with tokens
         to go on from; or when the client is gone."""
         while ending := session.being_interrupted(turn, place):
+            waits_for("the end of its interrupted generation")
             waited: set[asyncio.Future[Any]] = {gone, *ending}
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if gone.done():
@@ -287,14 +326,10 @@ class Exchange:
         pending.waiting -= 1
         if pending.waiting:
             return
+        if self._store.shared and not pending.gateway:
+            self._store.write_soon(lambda connection: mark_left(connection, pending.id))
         if not pending.answers.done():
             await self._sampler.interrupt(session, pending)
-        if self._store.shared and not pending.gateway:
-            pending.answers.add_done_callback(lambda _: self._mark_left(session, pending))
-
-    def _mark_left(self, session: Session, pending: Pending) -> None:
-        if not (pending.waiting or pending.answers.cancelled() or pending.answers.exception()):
-            self._store.write_soon(lambda connection: mark_left(connection, pending.id))
 
     def _note_delivered(self, session: Session, proven: list[int]) -> None:
         if proven:
@@ -359,10 +394,25 @@ def _address(scope: Scope) -> Address:
     return {**QueryParams(scope["query_string"]), **scope["path_params"]}
 
 
-def _parse(wire: Wire, session: Session, body: bytes, at: Address) -> Turn:
+def _is_short(body: bytes, known: Beginning | None) -> bool:
+    """Whether a request is read at once: what is new of it is small, and it says all itself."""
+    new = len(body) - (len(known.whole) if known else 0)
+    return new < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id"))
+
+
+def _are_short(messages: list[dict[str, Any]]) -> bool:
+    """Whether messages are encoded at once. Those of a known beginning are new where a request changes its tools."""
+    contents = [message.get("content") for message in messages]
+    return (
+        len(messages) < 100
+        and sum(len(each) if isinstance(each, str) else len(repr(each)) for each in contents) < ASIDE_BYTES
+    )
+
+
+def _parse(wire: Wire, session: Session, body: bytes, at: Address, known: Beginning | None) -> Turn:
     """The request, with the history that it leaves to the gateway. Raises WireError."""
-    turn = wire.parse(body, at)
-    if any(REFERENCE in message for message in turn.messages):
+    turn = wire.parse(body, at, known)
+    if any(REFERENCE in message for message in turn.messages[turn.known :]):
         turn = replace(turn, messages=[_referred(session, message) for message in turn.messages])
     if not turn.after:
         return turn
@@ -386,13 +436,13 @@ def prompted(tree: Tree, place: Place, prompt: str | list[int], template: ChatTe
     """A context that the harness wrote itself. Where it repeats one with its answer, it goes on from there. Raises
     WireError (400)."""
     if isinstance(prompt, str):
-        segment = by_written(tree, place, prompt, template)
+        segment = by_written(tree, place, prompt, template, bare=True)
         if not (segment.ids or segment.parent):
             raise WireError(400, "invalid_request", "`prompt` has no tokens")
         return segment
     if max(prompt) >= template.size:
         raise WireError(400, "invalid_request", f"`prompt` holds a token id that is not below {template.size}")
-    return by_ids(tree, place, prompt, template)
+    return by_ids(tree, place, prompt, template, bare=True)
 
 
 def _retry_count(scope: Scope) -> int:

@@ -75,7 +75,7 @@ class Calls(Protocol):
     async def stop_lost(self, calls: list[LostCall]) -> None:
         """What an engine still generates for a gateway that died ends."""
 
-    def know_engines(self, engines: list[EngineSpec]) -> None:
+    async def know_engines(self, engines: list[EngineSpec]) -> None:
         """These are registered and no others."""
 
     def forget_all(self) -> None:
@@ -129,7 +129,7 @@ class Peers:
         self._missed = {id: self._missed.get(id, began) for id in found.missing}
         if self._store.shared:
             self._turnstiles.good_until = began + LEASE_S
-            self._calls.know_engines(found.engines)
+            self._begin(self._calls.know_engines(found.engines))
         self._turnstiles.set_closed(found.closed)
         if found.buried:
             log.error("the other gateways took this one for dead: the calls that it had admitted are lost")
@@ -166,11 +166,8 @@ class Peers:
 
     async def turnstile(self, run: str) -> Turnstile:
         in_flight = self._turnstiles.in_flight(run)
-        found, quiet = await self._store.write(partial(_look, run=run, id=self._id))
-        if found is None:
-            return Turnstile(run=run, in_flight=in_flight)
-        state = TurnstileState.CLOSED if quiet and not in_flight else TurnstileState.CLOSING
-        return found.model_copy(update={"state": state, "in_flight": in_flight})
+        found, quiet = await self._store.write(partial(look, run=run, id=self._id))
+        return as_seen(found or Turnstile(run=run), quiet, in_flight)
 
     @contextlib.asynccontextmanager
     async def ending(self, attempts_of: list[str], limit_s: float) -> AsyncIterator[None]:
@@ -263,7 +260,15 @@ def _bury(connection: Connection, ids: list[str]) -> list[LostCall]:
     return lost
 
 
-def _look(connection: Connection, run: str, id: str) -> tuple[Turnstile | None, bool]:
+def as_seen(turnstile: Turnstile, quiet: bool, in_flight: int) -> Turnstile:
+    """By a gateway with so many generations; `quiet`: the others have none."""
+    state = turnstile.state
+    if state != TurnstileState.OPEN:
+        state = TurnstileState.CLOSED if quiet and not in_flight else TurnstileState.CLOSING
+    return turnstile.model_copy(update={"state": state, "in_flight": in_flight})
+
+
+def look(connection: Connection, run: str, id: str) -> tuple[Turnstile | None, bool]:
     """The closing of a run, and whether nothing is generated at the other gateways."""
     found = closings.find(connection, run)
     if found is None:

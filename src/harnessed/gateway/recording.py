@@ -108,6 +108,7 @@ def admit(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: 
         "attempt": attempt[1],
         "gateway": admitted.gateway,
         "state": CallState.ADMITTED,
+        "left": False,
         "prompt": admitted.prompt,
         "most_tokens": admitted.most_tokens,
         "asked": turn.asked,
@@ -126,8 +127,9 @@ def record_answers(
     refused and failed requests that have not been overcome. Raises Refused: 409 if the attempt has ended, 503 if the
     call is not this gateway's any more.
     """
-    call, mine = answers[0].call, is_of(nodes.c.rollout, nodes.c.attempt, attempt)
+    call = answers[0].call
     if connection.execute(_ANSWERED, {"call": call, "time": now}).rowcount == 0:
+        mine = is_of(nodes.c.rollout, nodes.c.attempt, attempt)
         numbers = connection.execute(select(nodes.c.number).where(mine, nodes.c.call == call)).scalars().all()
         if len(numbers) != len(answers):
             raise Refused(503, f"call {call} was given up for lost; its answer is not kept")
@@ -164,8 +166,10 @@ def record_answers(
         }
         for node in answers
     ]
-    if begun and connection.execute(delete(nodes).where(mine, nodes.c.number.in_(begun))).rowcount != len(begun):
-        raise Refused(503, "another gateway has gone on with this answer; this one is not kept")
+    if begun:
+        theirs = and_(is_of(nodes.c.rollout, nodes.c.attempt, attempt), nodes.c.number.in_(begun))
+        if connection.execute(delete(nodes).where(theirs)).rowcount != len(begun):
+            raise Refused(503, "another gateway has gone on with this answer; this one is not kept")
     connection.execute(_KEEP, rows)
 
 
@@ -182,9 +186,8 @@ def record_failure(connection: Connection, call: str, now: float, *, failed: boo
 
 
 def mark_left(connection: Connection, call: str) -> None:
-    """Its client has left without the answer that is stored; the other gateways see by this that it may come again."""
-    mine = and_(calls.c.id == call, calls.c.state == CallState.ANSWERED)
-    connection.execute(update(calls).where(mine).values(state=CallState.LEFT))
+    """Its client has gone away without the answer; the other gateways see by this that it may come to them."""
+    connection.execute(update(calls).where(calls.c.id == call).values(left=True))
 
 
 def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float) -> None:

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from harnessed.gateway.exchange import Exchange
+from harnessed.gateway.progress import Calls
 from harnessed.gateway.wire import chat, completions, gemini, messages, responses
 from harnessed.gateway.wire.turn import Wire, WireError
 
@@ -41,10 +42,12 @@ class _Calls:
     """The calls of one protocol, as an ASGI application."""
 
     exchange: Exchange
+    calls: Calls
     wire: Wire
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.exchange.serve(self.wire, scope, receive, send)
+        with self.calls.open(self.wire.__name__.rpartition(".")[2]) as progress:
+            await self.exchange.serve(self.wire, scope, receive, progress.sending(send))
 
 
 @dataclass(frozen=True)
@@ -52,17 +55,20 @@ class _Count:
     """Counts the tokens of a prompt, as an ASGI application."""
 
     exchange: Exchange
+    calls: Calls
     wire: _Counting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = _json(self.wire.render_count(await self.exchange.count_tokens(self.wire, scope, receive)))
-        except WireError as error:
-            response = _json(self.wire.render_error(error), error.status)
-        await response(scope, receive, send)
+        with self.calls.open("count_tokens") as progress:
+            try:
+                response = _json(self.wire.render_count(await self.exchange.count_tokens(self.wire, scope, receive)))
+            except WireError as error:
+                progress.error = error
+                response = _json(self.wire.render_error(error), error.status)
+            await response(scope, receive, progress.sending(send))
 
 
-def model_routes(exchange: Exchange) -> list[Route]:
+def model_routes(exchange: Exchange, calls: Calls) -> list[Route]:
     async def models(request: Request) -> Response:
         """What SDKs ask before they call. Every name is served by the run's policy."""
         wire = _listing(request)
@@ -80,9 +86,11 @@ def model_routes(exchange: Exchange) -> list[Route]:
         route
         for at in ("", "/a/{key}")
         for route in (
-            Route(f"{at}/v1/messages/count_tokens", _Count(exchange, messages), methods=["POST"]),
-            Route(f"{at}/{{version}}/models/{{model:path}}:countTokens", _Count(exchange, gemini), methods=["POST"]),
-            *(Route(at + path, _Calls(exchange, wire), methods=["POST"]) for path, wire in WIRES.items()),
+            Route(f"{at}/v1/messages/count_tokens", _Count(exchange, calls, messages), methods=["POST"]),
+            Route(
+                f"{at}/{{version}}/models/{{model:path}}:countTokens", _Count(exchange, calls, gemini), methods=["POST"]
+            ),
+            *(Route(at + path, _Calls(exchange, calls, wire), methods=["POST"]) for path, wire in WIRES.items()),
             Route(f"{at}/v1/responses", no_socket, methods=["GET"]),
             Route(f"{at}/{{version}}/models", models),
             Route(f"{at}/{{version}}/models/{{model:path}}", models),

@@ -19,6 +19,7 @@ from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted, RequestRefused
 from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import STORE, waits_for
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.recording import record_answers, record_failure, record_faults
 from harnessed.gateway.session import Pending, Session, attempt_ended
@@ -130,15 +131,15 @@ class Sampler:
         ids = generations(pending.id, pending.wanted.n)
         self._unwanted.add(pending.id)
         self._turnstiles.dismiss(session.run, ids)
-        if self._engines.speaks(session.run, session.attempt[0]) != Dialect.CHAT:
+        if self._engines.speaks(session.run) != Dialect.CHAT:
             pending.interrupted = True
-            await self._engines.interrupt(session.run, session.attempt[0], ids)
+            await self._engines.interrupt(ids)
 
     async def suspend(self, session: Session, pending: Pending) -> None:
         """Stop the generations of a call, which go on from their tokens when the turnstile opens."""
-        if self._engines.speaks(session.run, session.attempt[0]) != Dialect.CHAT:
+        if self._engines.speaks(session.run) != Dialect.CHAT:
             ids = generations(pending.id, pending.wanted.n)
-            await self._engines.interrupt(session.run, session.attempt[0], ids)
+            await self._engines.interrupt(ids)
 
     async def _answer(self, session: Session, call: str, choice: Wanted, preview: Preview | None) -> Generated:
         kept = _kept(choice.begun) if choice.begun else NOTHING
@@ -164,6 +165,8 @@ class Sampler:
         if isinstance(failure, RequestRefused):
             raise WireError(400, "invalid_messages", str(failure)) from failure
         if isinstance(failure, Interrupted):
+            if failure.trouble:  # the client may have left because of it
+                self.fault(session, place.prompt.hex(), f"engine: {failure.trouble}")
             raise attempt_ended(session.attempt) from failure  # whoever else could hear it has left
         if isinstance(failure, EngineFailed):
             self.fault(session, place.prompt.hex(), f"engine: {failure}")
@@ -174,6 +177,7 @@ class Sampler:
         self, session: Session, turn: Turn, place: Place, nodes: list[Node], continued: list[int]
     ) -> None:
         faults = dict(session.faults)
+        waits_for(STORE)
         try:
             if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
                 raise Refused(503, "the attempt is read from the store again; ask again")

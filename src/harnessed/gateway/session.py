@@ -7,11 +7,15 @@ import asyncio
 from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
+from harnessed.gateway.progress import Stage, stage
 from harnessed.gateway.recording import AttemptId, Faults
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Digest, Place, Tree
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import Turn, Wanted, WireError
 from harnessed.records import History, Limits, Node, Sampling, SideCall
+
+_BEGINNINGS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -35,10 +39,17 @@ class Pending:
     """That gateway has no connection to the store: perhaps it has died."""
     interrupted: bool = False
     """Its engine was told that nobody waits: what it has sampled is kept for the next who asks."""
+    stage: Stage = field(default_factory=stage)
+    """What it waits for."""
+
+    @property
+    def failed(self) -> bool:
+        """It is about to be dropped: nobody can get its answers."""
+        return self.answers.done() and (self.answers.cancelled() or self.answers.exception() is not None)
 
     @property
     def delivered(self) -> bool:
-        return self.answers.done() and all(node.delivered for node in self.answers.result())
+        return self.answers.done() and not self.failed and all(node.delivered for node in self.answers.result())
 
 
 @dataclass(slots=True)
@@ -68,8 +79,21 @@ class Session:
     """Answers that an engine broke off and nobody goes on with: the same request gets the rest."""
     faults: Faults = field(default_factory=dict)
     """Requests that were refused or failed and have not been answered since."""
+    beginnings: list[Beginning] = field(default_factory=list)
+    """Of its last requests, the last one first: agents ask several questions at once, or in turns."""
+    read_aside: int = 0
+    """Requests that are read in a thread now; what comes behind one is read behind it."""
     ended: bool = False
     """Its attempt has ended; who still holds the session admits nothing more."""
+
+    def beginning(self, body: bytes) -> Beginning | None:
+        """What is known of a request."""
+        return next((each for each in self.beginnings if each.begins(body)), None)
+
+    def remember(self, beginning: Beginning | None, known: Beginning | None) -> None:
+        """A request was read, of which `known` was known."""
+        if beginning:
+            self.beginnings = [beginning, *(each for each in self.beginnings if each is not known)][:_BEGINNINGS]
 
     @property
     def answers_at_once(self) -> int:
@@ -124,7 +148,8 @@ class Session:
         A call whose client was seen to leave comes first; one that a client still seems to wait for, or has got as far
         as can be seen from here, is only taken by a request that says that it is a retry.
         """
-        same = [pending for pending in self.pending.get(place.prompt, []) if pending.wanted == turn.wanted]
+        asked = [pending for pending in self.pending.get(place.prompt, []) if not pending.failed]
+        same = [pending for pending in asked if pending.wanted == turn.wanted]
         left = [pending for pending in same if not pending.waiting]
         for pending in left or (same if retry_count > 0 else []):
             pending.waiting += 1

@@ -14,9 +14,11 @@ in `tables.py`.
 import asyncio
 import logging
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -38,6 +40,8 @@ Result = tuple[asyncio.Future[Any] | None, Any, BaseException | None]
 AWAY_LIMIT_S = 60.0
 """How long writes wait for a database that does not answer."""
 AWAY_PAUSE_S = 0.2
+LEAST_FREE_BYTES = 64 << 20
+"""What was admitted can still be answered, and an update of the records begun, with so much."""
 _WRITERS_LOCK = 0x6861726E
 """Any number that nobody else locks."""
 
@@ -54,12 +58,24 @@ class Store:
     """A database, of one gateway or of several. `write` and `read` are for its event loop; close it before the loop
     ends."""
 
-    def __init__(self, url: str, *, power_safe: bool = False, client: str = "harnessed") -> None:
-        """`client` names the process to the database. Raises ConfigError."""
+    def __init__(
+        self,
+        url: str,
+        committed: Callable[[int, float], None] = lambda writes, seconds: None,
+        *,
+        power_safe: bool = False,
+        client: str = "harnessed",
+    ) -> None:
+        """`committed` is told the writes and seconds of each group commit, in the writer's thread; `client` names the
+        process to the database. Raises ConfigError."""
+        self._committed = committed
         self.shared = make_url(url).get_backend_name() == "postgresql"
         """Whether other gateways may use it too."""
         self.trouble = ""
         """Why the last commit failed; empty if it did not."""
+        self.waiting = 0
+        """Writes that are not committed yet."""
+        self._folder = None if self.shared else Path(make_url(url).database or "").parent
         self._engine = _postgresql(url, client) if self.shared else _sqlite(url, power_safe)
         try:
             with self._engine.begin() as connection:
@@ -67,7 +83,9 @@ class Store:
                 migrate(connection)
         except DBAPIError as error:
             raise ConfigError(f"gateway.database: cannot use it: {' '.join(str(error.orig).split())}") from error
-        self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
+        self._gathered: list[Queued] = []
+        """Writes that the thread does not have yet."""
+        self._queue: queue.SimpleQueue[list[Queued] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._thread = threading.Thread(target=self._commit_groups, name="store", daemon=True)
@@ -76,13 +94,26 @@ class Store:
     async def write(self, work: Work[T]) -> T:
         """Run `work` in the next group commit; its result after the commit, or what it raised."""
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put((work, future))
+        self._gather((work, future))
         # Shielded: a client that goes away must not cancel a future that the writer thread will resolve.
         return await asyncio.shield(future)
 
     def write_soon(self, work: Work[None]) -> None:
         """Run `work` in the next group commit, in the order of all writes, without waiting for it."""
-        self._queue.put((work, None))
+        self._gather((work, None))
+
+    def _gather(self, queued: Queued) -> None:
+        """What is written in one turn of the event loop goes to the thread together: to wake it costs as much as a
+        write, and so does a commit."""
+        if not self._gathered:
+            self._loop.call_soon(self._hand_over)
+        self._gathered.append(queued)
+        self.waiting += 1
+
+    def _hand_over(self) -> None:
+        if self._gathered:
+            self._queue.put(self._gathered)
+            self._gathered = []
 
     async def read(self, work: Work[T]) -> T:
         """Run a query on a connection of its own, in a thread; it sees every write that was queued before."""
@@ -105,6 +136,7 @@ class Store:
 
     async def close(self) -> None:
         """Commit what is queued and close the database."""
+        self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, 30)
         self._engine.dispose()
@@ -112,19 +144,21 @@ class Store:
     def _commit_groups(self) -> None:
         closing = False
         while not closing:
-            batch = [self._queue.get()]
+            handed_over = [self._queue.get()]
             while not self._queue.empty():
-                batch.append(self._queue.get())
-            closing = None in batch
-            if work := [item for item in batch if item is not None]:
+                handed_over.append(self._queue.get())
+            closing = None in handed_over
+            if work := [queued for each in handed_over if each for queued in each]:
+                started = time.perf_counter()
                 self._commit(work)
+                self._committed(len(work), time.perf_counter() - started)
 
     def _commit(self, batch: list[Queued]) -> None:
         deadline = time.monotonic() + AWAY_LIMIT_S
         while True:
             try:
                 done, journalled = self._transact(batch)
-                self.trouble = next((_said(e) for _, _, e in done if isinstance(e, OperationalError)), "")
+                self.trouble = next((_said(e) for _, _, e in done if isinstance(e, OperationalError)), self._no_room())
                 break
             except Exception as error:  # noqa: BLE001  # the commit itself failed (disk full, say): everybody in it has to know
                 away = _is_away(error) and time.monotonic() < deadline
@@ -154,12 +188,19 @@ class Store:
             done = [(future, *_run_alone(connection, work)) for work, future in batch]
             return done, connection.info.pop("journalled", False)
 
+    def _no_room(self) -> str:
+        """Why nothing more should be written, although it still can."""
+        if self._folder is None or (free := shutil.disk_usage(self._folder).free) > LEAST_FREE_BYTES:
+            return ""
+        return f"only {free >> 20} MB are free where {self._folder} lies: make room, and it goes on"
+
     def _lock(self, connection: Connection) -> None:
         """Until the end of the transaction. SQLite has one writer by itself."""
         if self.shared:
             connection.execute(_LOCK, {"number": _WRITERS_LOCK})
 
     def _resolve(self, done: list[Result], wake: bool) -> None:
+        self.waiting -= len(done)
         for future, result, error in done:
             if future is None:
                 if error:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 
+from harnessed.gateway.progress import STORE, TURNSTILE, waits_for
 from harnessed.records import Turnstile
 
 
@@ -30,6 +31,8 @@ class Turnstiles:
         self._held: dict[str, dict[str, asyncio.Future[None]]] = {}
         """Run -> the generations that wait."""
         self._in_flight: Counter[str] = Counter()
+        self.held_s = 0.0
+        """What generations have waited here, in seconds, all together."""
         self._changed = asyncio.Event()
 
     @contextlib.asynccontextmanager
@@ -47,10 +50,13 @@ class Turnstiles:
     async def _wait(self, run: str, generation: str) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held.setdefault(run, {})[generation] = waiting
+        since, closed = time.monotonic(), self._closed.get(run)
+        waits_for(f"{TURNSTILE}, closed by {closed.owner}" if closed else STORE)
         self._tell()
         try:
             await waiting
         finally:
+            self.held_s += time.monotonic() - since
             del self._held[run][generation]
 
     def dismiss(self, run: str, generations: Iterable[str]) -> None:

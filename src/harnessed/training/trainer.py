@@ -22,6 +22,7 @@ from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Trans
 from harnessed.training.advantages import all_equal, group_relative
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import micro_batches
+from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
 from harnessed.training.failures import WrongVersion
@@ -87,7 +88,7 @@ class Trainer:
         self._train_tasks = train_tasks
         self._held_out_tasks = held_out_tasks
         self._restarts = restarts
-        self._report = Report(folder)
+        self._report = Report(folder, gateway, run, display.note)
         self._started = time.monotonic()
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []
@@ -178,16 +179,17 @@ class Trainer:
 
     @contextlib.contextmanager
     def _engine_stands_still(self) -> Iterator[None]:
-        """Around the write of the weights.
+        """Around the write of the weights: the gateway holds calls, and the engine is paused.
 
         An engine that dies forgets that it was paused. One that is started again within sees the writer's mark, and
         generates nothing before it is gone; what generates when the mark appears is discarded by the engine itself.
         """
-        try:
-            self._engine(pause_engine(DRAIN_LIMIT_S))
-            yield
-        finally:
-            self._engine(resume_engine())
+        with closed(self._gateway, self._run, drain_s=DRAIN_LIMIT_S):
+            try:
+                self._engine(pause_engine(DRAIN_LIMIT_S))
+                yield
+            finally:
+                self._engine(resume_engine())
 
     def _metrics(self, number: int, samples: list[list[Sample]], taken: Taken, update: Update | None) -> dict[str, Any]:
         flat = [sample for group in samples for sample in group]

@@ -4,7 +4,7 @@ Its endpoint comes from the variables that every attempt has. It knows nothing o
 conversation outgrows it, the gateway's refusal says so.
 """
 
-from harnessed.controller.harnesses.preset import Endpoint, Start
+from harnessed.controller.harnesses.preset import PATIENCE_S, Endpoint, Start
 
 PROGRAM = "claude"
 
@@ -17,6 +17,9 @@ def start(endpoint: Endpoint, prompt: str) -> Start:
             "ANTHROPIC_SMALL_FAST_MODEL": "policy",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(endpoint.answer),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            # Else 10 and 5 minutes, too few while the policy is being updated; pings do not count there.
+            "API_TIMEOUT_MS": str(PATIENCE_S * 1000),
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(PATIENCE_S * 1000),
             "IS_SANDBOX": "1",  # else it does not run as root without asking for leave
         },
     )

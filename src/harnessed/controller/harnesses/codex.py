@@ -2,7 +2,7 @@
 
 import json
 
-from harnessed.controller.harnesses.preset import Endpoint, Start
+from harnessed.controller.harnesses.preset import PATIENCE_S, Endpoint, Start
 
 PROGRAM = "codex"
 
@@ -18,6 +18,7 @@ def start(endpoint: Endpoint, prompt: str) -> Start:
         "model_providers.harnessed.base_url": f"{endpoint.url}/v1",
         "model_providers.harnessed.env_key": "OPENAI_API_KEY",
         "model_providers.harnessed.wire_api": "responses",
+        "model_providers.harnessed.stream_idle_timeout_ms": PATIENCE_S * 1000,  # else 5 minutes
     }
     return Start(
         # The fence around the attempt is Harnessed's, so that Codex asks nobody for leave and builds no second one.

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harnessed.controller.harnesses.preset import PATIENCE_S
+
 if TYPE_CHECKING:
     from harnessed.controller.fence import Fence
     from harnessed.controller.folders import AttemptFolder
@@ -95,7 +97,8 @@ def _model(settings: dict[str, Any]) -> Any:
     # The gateway serves its policy under any name; the prefix makes litellm speak the OpenAI protocol.
     if not model.get("model_name", "").startswith("openai/"):
         model["model_name"] = "openai/policy"
-    model["model_kwargs"] = model.get("model_kwargs", {}) | settings["endpoint"]
+    # A call may be held while the policy is being updated, for longer than the 10 minutes that litellm waits by itself.
+    model["model_kwargs"] = {"timeout": PATIENCE_S} | model.get("model_kwargs", {}) | settings["endpoint"]
     return get_model(config=model)
 
 

@@ -9,7 +9,7 @@ and goes on without them where the network ends. Its exit status is 0 even when 
 import json
 from typing import Any
 
-from harnessed.controller.harnesses.preset import Endpoint, Start
+from harnessed.controller.harnesses.preset import PATIENCE_S, Endpoint, Start
 
 PROGRAM = "openhands"
 
@@ -40,5 +40,5 @@ def _llm(endpoint: Endpoint, usage: str) -> dict[str, Any]:
         "api_key": endpoint.key,
         "max_input_tokens": endpoint.context,
         "max_output_tokens": endpoint.answer,
-        "timeout": 86_400,  # else 5 minutes, too few while the policy is being updated
+        "timeout": PATIENCE_S,  # else 5 minutes, too few while the policy is being updated
     }

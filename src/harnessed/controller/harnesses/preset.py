@@ -11,6 +11,10 @@ out what is nobody's business here: telemetry, updates, calls for titles where t
 from dataclasses import dataclass, field
 from typing import Protocol
 
+PATIENCE_S = 86_400
+"""Of a harness, where it has to be told: what ends an attempt that waits is the controller's time limit, not a client's
+timer."""
+
 
 @dataclass(frozen=True)
 class Endpoint:

@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import image, invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.body import image, invalid, objects, read_growing, texts, whole_number
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -24,9 +25,9 @@ _ERRORS = {
 }
 
 
-def parse(body: bytes, _: Address) -> Turn:
+def parse(body: bytes, _: Address, before: Beginning | None = None) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
-    request = read_object(body)
+    request, _known, beginning = read_growing(body, "messages", before)
     choice = request.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") not in ("auto", "none"):
         raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
@@ -47,6 +48,7 @@ def parse(body: bytes, _: Address) -> Turn:
         ),
         stream=bool(request.get("stream")),
         asked={key: value for key, value in request.items() if key not in ("messages", "system", "tools")},
+        beginning=beginning,
     )
 
 
@@ -81,20 +83,27 @@ class Stream:
     """The same answer as server-sent events."""
 
     def __init__(self, turn: Turn, call: str, created: float) -> None:
-        self._start = _message(call, turn.model) | {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        message = _message(call, turn.model) | {"usage": {"input_tokens": 0, "output_tokens": 0}}
+        self._start = _event("message_start", message=message)
+        """Empty once it is told."""
         self._open = ""
         """The kind of the block that is being told."""
         self._blocks = 0
 
     def begin(self, n: int) -> bytes:
-        return _event("message_start", message=self._start)
+        """Nothing: where Claude Code gives up on a stream that has begun, it does not send the same request again."""
+        return b""
+
+    def ping(self) -> bytes:
+        # Claude Code's timer takes no notice of pings.
+        return self._tell(self._open, "") if self._open else _event("ping")
 
     def more(self, index: int, piece: Piece) -> bytes:
         thinking = self._tell("thinking", piece.reasoning) if piece.reasoning else b""
         return thinking + (self._tell("text", piece.text) if piece.text else b"")
 
     def end(self, reply: Reply, rests: list[Piece]) -> bytes:
-        choice, events = reply.choices[0], self.more(0, rests[0])
+        choice, events = reply.choices[0], self._begin() + self.more(0, rests[0])
         calls = choice.message.get("tool_calls") or []
         if not calls and self._open != "text":
             events += self._tell("text", "")
@@ -103,11 +112,15 @@ class Stream:
             events += _whole_call(index, call)
         return events + _event("message_delta", delta=_ending(choice), usage=_usage(reply)) + _event("message_stop")
 
+    def _begin(self) -> bytes:
+        start, self._start = self._start, b""
+        return start
+
     def _tell(self, kind: str, text: str) -> bytes:
         """More of the text of a block, which is opened unless it is."""
-        events = b""
+        events = self._begin()
         if self._open != kind:
-            events = self._close() + _block_start(self._blocks, _block(kind, ""))
+            events += self._close() + _block_start(self._blocks, _block(kind, ""))
             self._open = kind
         return events + _block_delta(self._blocks, {"type": f"{kind}_delta", kind: text})
 

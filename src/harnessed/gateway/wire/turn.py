@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from harnessed.gateway.formats import Format, Types, declared
 from harnessed.gateway.reading import Piece, Reader
+from harnessed.gateway.wire.growing import Beginning
 
 POLICY = "policy"
 """A name for the run's policy, which is served under every name."""
@@ -60,6 +61,10 @@ class Turn:
     """Whether a stream is to tell how many tokens there were."""
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
+    beginning: Beginning | None = field(default=None, repr=False, compare=False)
+    """Of its body, with which the next request may begin too."""
+    known: int = field(default=0, compare=False)
+    """So many of its messages are those of an earlier request, the very ones."""
 
     @property
     def types(self) -> Types | None:
@@ -105,9 +110,11 @@ class Reply:
 
 class Stream(Protocol):
     """An answer as events: `begin`, then more of each of its n answers, then `end` with what was not told of them;
-    calls come whole with it."""
+    calls come whole with it. After `begin`, `ping` says nothing but that there is more to come."""
 
     def begin(self, n: int) -> bytes: ...
+
+    def ping(self) -> bytes: ...
 
     def more(self, index: int, piece: Piece) -> bytes: ...
 
@@ -117,7 +124,9 @@ class Stream(Protocol):
 class Wire(Protocol):
     """What the module of a protocol has."""
 
-    def parse(self, body: bytes, at: Address, /) -> Turn: ...
+    __name__: str
+
+    def parse(self, body: bytes, at: Address, before: Beginning | None = None, /) -> Turn: ...
 
     def render(self, reply: Reply) -> bytes: ...
 

@@ -32,6 +32,7 @@ def upgrade() -> None:
         sa.Column("attempt", sa.Integer(), nullable=False),
         sa.Column("gateway", sa.String(), nullable=False),
         sa.Column("state", sa.String(), nullable=False),
+        sa.Column("left", sa.Boolean(), nullable=False),
         sa.Column("prompt", sa.LargeBinary(), nullable=False),
         sa.Column("most_tokens", sa.Integer(), nullable=False),
         sa.Column("asked", sa.JSON(), nullable=False),

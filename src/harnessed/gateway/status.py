@@ -1,0 +1,164 @@
+"""Who waits for whom, and since when: `GET /api/status`; and whether the gateway can serve: `GET /readyz`.
+
+`api.py` and `probes.py` ask. Calls are those of this gateway alone; all else is what the store says of all of them.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from harnessed.gateway import closings
+from harnessed.gateway.engines import Engines
+from harnessed.gateway.lifecycle import count_rollouts
+from harnessed.gateway.peers import as_seen, look
+from harnessed.gateway.progress import Calls, Progress
+from harnessed.gateway.store import Store
+from harnessed.gateway.surroundings import STORE_LIMIT_S, Fresh, Surroundings
+from harnessed.gateway.tables import attempts, gateways
+from harnessed.gateway.turnstile import Turnstiles
+from harnessed.records import (
+    ControllerStatus,
+    Engine,
+    GatewayStatus,
+    RunStatus,
+    State,
+    Status,
+    Turnstile,
+    WaitingCall,
+)
+
+MOST_WAITING = 1000
+"""Calls in one answer: those that wait longest."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """What the store says now."""
+
+    gateways: list[GatewayStatus]
+    turnstiles: list[tuple[Turnstile, bool]]
+    """The closed ones, and whether the other gateways generate nothing for their runs."""
+    controllers: list[ControllerStatus]
+
+
+class Board:
+    """What one gateway can say of itself and of what is around it."""
+
+    def __init__(
+        self,
+        id: str,
+        calls: Calls,
+        store: Store,
+        engines: Engines,
+        turnstiles: Turnstiles,
+        surroundings: Surroundings,
+    ) -> None:
+        """`id`: of this gateway."""
+        self._self = GatewayStatus(id=id, since=time.time())
+        self._calls = calls
+        self._store = store
+        self._engines = engines
+        self._turnstiles = turnstiles
+        self._surroundings = surroundings
+        self._rollouts = Fresh(lambda: store.read(count_rollouts), STORE_LIMIT_S)
+
+    async def status(self) -> Status:
+        """As it is now; counts of rollouts and what engines say may be a few seconds old. While the store is out of
+        reach, nothing of what it says."""
+        try:
+            async with asyncio.timeout(STORE_LIMIT_S):
+                stored = await self._store.read(lambda connection: _read(connection, self._self.id))
+            rollouts = await self._rollouts()
+        except (SQLAlchemyError, TimeoutError):
+            stored, rollouts = _Stored([self._self], [], []), {}
+        calls = list(self._calls)
+        return Status(
+            gateways=stored.gateways,
+            turnstiles=[
+                as_seen(each, quiet, self._turnstiles.in_flight(each.run)) for each, quiet in stored.turnstiles
+            ],
+            runs=[_run(run, states, calls) for run, states in rollouts.items()],
+            waiting=_waiting(calls),
+            engines=self._engines.known,
+            controllers=stored.controllers,
+        )
+
+    async def trouble(self) -> str:
+        """Why the gateway cannot serve what there is to do; empty: it can."""
+        if self._store.trouble:
+            return f"the store is out of reach: {self._store.trouble}"
+        try:
+            unfinished = await self._surroundings.unfinished()
+        except TimeoutError:
+            return f"the store did not answer within {STORE_LIMIT_S:.0f} s"
+        except SQLAlchemyError as error:
+            return f"the store is out of reach: {' '.join(str(error).split())}"
+        return unserved(set(unfinished), self._engines.known)
+
+
+def unserved(runs: set[str], engines: list[Engine]) -> str:
+    """The first of these runs without a healthy engine, and why; empty: each has one."""
+    for run in sorted(runs):
+        serving = [engine for engine in engines if engine.run == run]
+        if not serving:
+            return f"run {run} has no engine: register one"
+        if not any(engine.healthy for engine in serving):
+            return f"run {run} has no healthy engine: {serving[0].id} says {serving[0].reason or 'nothing'}"
+    return ""
+
+
+def _read(connection: Connection, gateway: str) -> _Stored:
+    living = select(gateways.c.id, gateways.c.started).where(gateways.c.lease_until > time.time())
+    return _Stored(
+        [
+            GatewayStatus(id=id, since=started)
+            for id, started in connection.execute(living.order_by(gateways.c.started, gateways.c.id))
+        ],
+        [(each, look(connection, each.run, gateway)[1]) for each in closings.list_closed(connection)],
+        _controllers(connection),
+    )
+
+
+def _controllers(connection: Connection) -> list[ControllerStatus]:
+    query = (
+        select(attempts.c.owner, func.count(), func.min(attempts.c.lease_until))
+        .where(attempts.c.live)
+        .group_by(attempts.c.owner)
+        .order_by(attempts.c.owner)
+    )
+    return [
+        ControllerStatus(owner=owner, attempts=count, lease_until=lease_until)
+        for owner, count, lease_until in connection.execute(query)
+    ]
+
+
+def _run(run: str, states: Counter[str], calls: list[Progress]) -> RunStatus:
+    mine = [progress for progress in calls if progress.run == run]
+    held = sum(progress.held for progress in mine)
+    return RunStatus(
+        run=run,
+        queued=states[State.QUEUED],
+        running=states[State.RUNNING],
+        finished=states[State.FINISHED],
+        held=held,
+        in_flight=len(mine) - held,
+    )
+
+
+def _waiting(calls: list[Progress]) -> list[WaitingCall]:
+    longest = sorted(((progress.waits, progress) for progress in calls), key=lambda each: each[0][1])[:MOST_WAITING]
+    return [
+        WaitingCall(
+            run=progress.run,
+            rollout=progress.rollout,
+            attempt=progress.attempt,
+            call=progress.call,
+            since=since,
+            what=what,
+        )
+        for (what, since), progress in longest
+    ]

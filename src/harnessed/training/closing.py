@@ -1,0 +1,49 @@
+"""Closes the turnstile of a run around an update, with a lease that is renewed for as long as that takes.
+
+`trainer.py` uses it: calls that come meanwhile wait at the gateway, and their harness sees no error.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+
+from harnessed.client import ApiError, Client, Unreachable, close_turnstile, open_turnstile, renew_turnstile
+from harnessed.records import CloseMode, TurnstileState
+
+log = logging.getLogger(__name__)
+LEASE_S = 60.0
+INTERRUPT_LIMIT_S = 30.0
+"""How long generations that were told to stop may take."""
+
+
+@contextlib.contextmanager
+def closed(gateway: Client, run: str, *, drain_s: float) -> Iterator[None]:
+    """Running generations have `drain_s` to finish; then they are interrupted, and go on from their tokens afterwards.
+
+    Raises ApiError if another owner has closed it.
+    """
+    owner = f"trainer {socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    found = gateway(close_turnstile(run, owner, CloseMode.FINISH, LEASE_S, drain_s))
+    ended = threading.Event()
+    renewing = threading.Thread(target=_renew, args=(gateway, run, owner, ended), name="lease", daemon=True)
+    renewing.start()
+    try:
+        if found.state == TurnstileState.CLOSING:
+            gateway(close_turnstile(run, owner, CloseMode.INTERRUPT, LEASE_S, INTERRUPT_LIMIT_S))
+        yield
+    finally:
+        ended.set()
+        renewing.join()
+        gateway(open_turnstile(run, owner))
+
+
+def _renew(gateway: Client, run: str, owner: str, ended: threading.Event) -> None:
+    while not ended.wait(LEASE_S / 4):
+        try:
+            gateway(renew_turnstile(run, owner))
+        except (ApiError, Unreachable) as error:
+            log.warning("the turnstile of run %s was not renewed: %s", run, error)

@@ -69,3 +69,16 @@ def test_places_are_the_same_with_and_without_what_is_known():
     assert again == Tree().place([*messages, {"role": "user", "content": "go on"}], [])
     other = tree.place(messages, [{"type": "function", "function": {"name": "look"}}])
     assert other.prompt != tree.place(messages, []).prompt
+
+
+KNOWN = b'{"messages":[{"role":"user","content":"a"}'
+MORE = b',{"role":"user","content":{"x":["]"]}}'
+AGAIN = b'],"messages":[{"role":"user","content":"b"},{"role":"user","content":"c"}]}'
+
+
+@pytest.mark.parametrize("body, begins", [(KNOWN + MORE + b'],"k":[1]}', KNOWN + MORE), (KNOWN + AGAIN, None)])
+def test_the_last_of_equal_fields_counts_and_a_list_ends_with_its_last_object(body, begins):
+    _, _, before = read_growing(KNOWN + b"]}", "messages", None)
+    request, _, beginning = read_growing(body, "messages", before)
+    assert request == orjson.loads(body)
+    assert (beginning.whole if beginning else None) == begins

@@ -21,14 +21,15 @@ from house import House  # noqa: E402
 from policies import make_policy  # noqa: E402
 from scripted_engine import ScriptedEngine  # noqa: E402
 
-from harnessed.client import claim, create_groups, post_fates, register_engine  # noqa: E402
+from harnessed.client import claim, close_turnstile, create_groups, open_turnstile, post_fates, register_engine  # noqa: E402
+from harnessed.config import Gateway  # noqa: E402
 from harnessed.gateway.keys import ADMIN  # noqa: E402
-from harnessed.records import EngineSpec, Fate, GroupSpec  # noqa: E402
+from harnessed.records import CloseMode, EngineSpec, Fate, GroupSpec  # noqa: E402
 
 RUN = "ranges-8b-4f2a1c"
 GROUP = f"{RUN}.step-00181.00"
 PAGES = {  # address, height of the picture
-    "runs": ("", 420),
+    "runs": ("", 460),
     "run": (f"run/{RUN}", 880),
     "group": (f"group/{GROUP}", 800),
     "transcript": (f"rollout/{GROUP}.0", 860),
@@ -61,12 +62,16 @@ async def furnish(house: House) -> None:
     )
 
 
-async def work(house: House) -> list[asyncio.Task[None]]:
-    """Agents whose calls are in flight while the pictures are taken."""
+async def work(house: House) -> list[asyncio.Task]:
+    """The trainer closes the turnstile while agents wait for the engine; more agents come and are held."""
     claimed = await house.admin(claim(RUN, "controller-1", 9, 3))
     house.engine.paused = True
     messages = [SYSTEM, {"role": "user", "content": ISSUE}]
-    return [asyncio.create_task(Agent(house, each.key).ask(messages, LOOK)) for each in claimed]
+    tasks = [asyncio.create_task(Agent(house, each.key).ask(messages, LOOK)) for each in claimed[:4]]
+    await asyncio.sleep(0.5)
+    tasks.append(asyncio.create_task(house.admin(close_turnstile(RUN, "trainer", CloseMode.FINISH, 60, 60))))
+    await asyncio.sleep(0.5)
+    return tasks + [asyncio.create_task(Agent(house, each.key).ask(messages, LOOK)) for each in claimed[4:]]
 
 
 async def photograph(house: House, folder: Path) -> None:
@@ -78,7 +83,7 @@ async def photograph(house: House, folder: Path) -> None:
                 await page.goto(f"{house.url}/ui/#key={house.keys.sign(ADMIN)}")
                 await page.wait_for_selector("h1:text('Runs')")
                 await page.goto(f"{house.url}/ui/#/{address}")
-                await page.wait_for_timeout(1200)  # what is polled has come
+                await page.wait_for_timeout(1500)  # what is polled has come
                 if name == "tokens":
                     await page.hover(".token.sampled >> nth=24")
                 path = folder / (f"{name}.png" if scheme == "light" else f"{name}-dark.png")
@@ -93,12 +98,14 @@ async def main() -> None:
         policy = make_policy(Path("models/ranges-8b"))
         with ScriptedEngine(lambda prompt, call: [], policy=policy) as engine:
             house = House(Path(temporary), policy, engine)
+            house.settings = Gateway(generation_limit_s=600)
             async with house.http, house.anthropic_http, house.admin:
                 await house.start()
                 try:
                     await furnish(house)
                     agents = await work(house)
                     await photograph(house, ROOT / "docs/dashboard")
+                    await house.admin(open_turnstile(RUN, "trainer"))
                     engine.paused = False
                     await asyncio.gather(*agents, return_exceptions=True)
                 finally:

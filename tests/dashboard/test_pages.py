@@ -1,10 +1,21 @@
 """Every page of the dashboard in a real browser, over what a real gateway recorded."""
 
+import asyncio
+
 import pytest
 from conversation import DONE, ISSUE, TOKENIZER, Agent, play_group, prepare
 
-from harnessed.client import claim, create_groups, end_attempt, get_transcripts, post_fates, post_metrics
-from harnessed.records import Ending, Fate, GroupSpec, Metrics, Outcome
+from harnessed.client import (
+    claim,
+    close_turnstile,
+    create_groups,
+    end_attempt,
+    get_transcripts,
+    open_turnstile,
+    post_fates,
+    post_metrics,
+)
+from harnessed.records import CloseMode, Ending, Fate, GroupSpec, Metrics, Outcome
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="alert(2)"><b id=planted>'
 
@@ -60,6 +71,27 @@ async def test_a_new_state_appears_without_a_reload(house, page):
     await house.admin(end_attempt("g.0", 1, Ending(outcome=Outcome.AGENT_EXIT, reward=0.0, reason="it fell"), 1))
     await page.wait_for_selector("tr[data-id='g.0']:has-text('it fell') .pill.agent_exit")
     assert await page.evaluate("window.here")
+
+
+async def test_a_run_shows_its_turnstile_and_who_waits_for_it(house, page):
+    attempts = await house.attempts(3)
+    await house.admin(close_turnstile("r", "the trainer", CloseMode.FINISH, lease_s=60))
+    asked = [{"role": "user", "content": "hi"}]
+    clients = [house.openai(each.key) for each in attempts[:2]]
+    calls = [asyncio.create_task(each.chat.completions.create(model="m", messages=asked)) for each in clients]
+    await open_page(house, page, "run/r")
+    await page.wait_for_selector(".gate.closed")
+    await page.wait_for_selector(".panel:has-text('by the trainer (finish), since')")
+    for attempt in attempts[:2]:
+        await page.wait_for_selector(f".panel tr:has(a:text-is('{attempt.rollout}')):has-text('turnstile')")
+    queue = page.locator(".panel:has-text('queue')")
+    await queue.locator("div:has(dt:text-is('held')) dd:text-is('2')").wait_for()
+    assert "engine e" in await page.inner_text(".panel:has-text('Engines')")
+    assert "controller controller" in await page.inner_text(".panel:has-text('Engines')")
+    await house.admin(open_turnstile("r", "the trainer"))
+    await asyncio.gather(*calls)
+    await page.wait_for_selector(".gate.open")
+    await page.wait_for_selector(".panel:has-text('nobody waits')")
 
 
 async def test_a_gateway_that_was_away_is_followed_again(house, page):
@@ -179,6 +211,7 @@ async def test_what_agents_and_models_write_stays_text(house, page):
     (transcript,) = await house.admin(get_transcripts("g"))
     assert transcript.attempts[0].nodes[0].message["tool_calls"]
     for address, holds in (("run/r", 1), ("group/g", 4), ("rollout/g.0", 5), ("rollout/g.0?tokens=1", 1)):
+        await page.goto("about:blank")
         await open_page(house, page, address)
         await page.wait_for_function(
             "n => document.querySelector('main').textContent.split('alert(1)').length > n", arg=holds

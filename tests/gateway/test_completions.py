@@ -7,11 +7,13 @@ import openai
 import pytest
 from policies import make_policy, make_tokenizer
 from scripted_engine import Scripted
+from sqlalchemy import update
 from test_exchange import USER, ask_and_leave, say
 from test_splits import end, shape
 from texts import STOP, TOKENIZER, answer, ids, text
 
 from harnessed.client import end_attempt, get_totals
+from harnessed.gateway.tables import nodes
 from harnessed.gateway.wire import completions
 from harnessed.gateway.wire.turn import WireError
 from harnessed.records import Dialect, Ending, History, Outcome
@@ -69,6 +71,34 @@ async def test_a_prompt_that_repeats_an_answer_goes_on_from_it(house, history, a
     nodes, sample = await end(house, attempt)
     assert shape(nodes) == [(0, 0, ""), (1, 0, ""), (2, 0, "")]
     assert len(sample.rows) == 1
+
+
+@pytest.mark.parametrize("as_ids", [True, False], ids=["ids", "text"])
+async def test_a_prompt_that_repeats_an_answer_proves_that_it_arrived(house, as_ids):
+    """The gateway died before it had noted that."""
+    (attempt,) = await house.attempts()
+    await ask(house, attempt.key, PROMPT)
+    await house.store.write(lambda connection: connection.execute(update(nodes).values(delivered=False)))
+    await house.restart()
+    said = PROMPT + "answer 1<|im_end|>\nmore"
+    await ask(house, attempt.key, ids(said) if as_ids else said)
+    stored, sample = await end(house, attempt)
+    assert shape(stored) == [(0, 0, ""), (1, 0, "")]
+    assert [node.delivered for node in stored] == [True, True]
+    assert len(sample.rows) == 1
+
+
+async def test_an_equal_answer_that_nobody_got_is_not_meant_by_a_prompt(house):
+    house.engine.script = lambda prompt, call: answer("same") if call == 1 else Scripted(ids("same"), finish="length")
+    (attempt,) = await house.attempts()
+    await ask(house, attempt.key, PROMPT)
+    await ask(house, attempt.key, PROMPT)
+    await house.store.write(lambda c: c.execute(update(nodes).where(nodes.c.number == 1).values(delivered=False)))
+    await house.restart()
+    await ask(house, attempt.key, PROMPT + "same<|im_end|>\nmore")
+    stored = await house.nodes()
+    assert shape(stored) == [(0, 0, ""), (0, 0, ""), (2, 0, "")]
+    assert [node.delivered for node in stored] == [False, True, True]
 
 
 async def test_what_was_sampled_is_not_encoded_again(house):

@@ -91,6 +91,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                proxy_headers=False,
                 log_level="warning",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,

@@ -37,6 +37,7 @@ from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Place, Segment, Tree
 from harnessed.gateway.turnstile import Turnstiles
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import REFERENCE, Address, Turn, Wire, WireError
 from harnessed.records import Dialect, EngineSpec, History
 
@@ -82,8 +83,9 @@ class Exchange:
             progress.of(session.run, session.attempt)
             body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
             await self._catch_up(session)
-            read = await self._aside(body, lambda: self._read(wire, session, body, at))
-            turn, place, proven, segment, chat_length = read
+            known = session.beginning(body)
+            turn, place, proven, segment, chat_length = await self._read(wire, session, body, at, known)
+            session.remember(turn.beginning, known)
             progress.streamed = turn.stream
             self._note_delivered(session, proven)
             async with leaving(receive) as gone:
@@ -113,11 +115,11 @@ class Exchange:
         body, at = await _read_body(receive, self._most_body_bytes), _address(scope)
 
         def count() -> int:
-            turn = _parse(wire, session, body, at)
+            turn = _parse(wire, session, body, at, None)
             segment = self._encode(session, turn, session.tree.place(turn.messages, turn.tools))
             return session.tree.length(segment.parent) - segment.cut + len(segment.ids) // 4
 
-        return await self._aside(body, count)
+        return count() if _is_short(body, None) else await self._aside(session, count)
 
     @property
     def sessions(self) -> int:
@@ -230,29 +232,47 @@ class Exchange:
         self._sessions[attempt] = session  # before anybody who waits for it goes on
         return session
 
-    async def _aside(self, body: bytes, work: Callable[[], T]) -> T:
-        """Do the work of a request: at once if it is small and says all itself, else in a thread."""
-        if len(body) < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id")):
-            return work()
+    async def _aside(self, session: Session, work: Callable[[], T]) -> T:
+        session.read_aside += 1
         waits_for(ENCODER)
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        finally:
+            session.read_aside -= 1
 
-    def _read(
-        self, wire: Wire, session: Session, body: bytes, at: Address
+    async def _read(
+        self, wire: Wire, session: Session, body: bytes, at: Address, known: Beginning | None
     ) -> tuple[Turn, Place, list[int], Segment | None, int]:
         """The request, its place, the answers that it proves to have arrived, and its new tokens; or none and the
-        length of its prompt, where the engine makes them."""
-        turn = _parse(wire, session, body, at)
-        place = session.tree.place(turn.messages, turn.tools)
-        proven = session.tree.prove_delivered(place)
+        length of its prompt, where the engine makes them. Done at once if there is little to do, else in a thread."""
+
+        def place() -> tuple[Turn, Place, list[int]]:
+            turn = _parse(wire, session, body, at, known)
+            place = session.tree.place(turn.messages, turn.tools)
+            return turn, place, session.tree.prove_delivered(place)
+
+        def encode(turn: Turn, at: Place, proven: list[int]) -> tuple[Turn, Place, list[int], Segment | None, int]:
+            segment, chat_length = self._segment(session, turn, at)
+            if turn.prompt is not None and segment is not None:
+                proven = session.tree.prove_repeated(segment.parent)
+            return turn, at, proven, segment, chat_length
+
+        if session.read_aside or not _is_short(body, known):
+            return await self._aside(session, lambda: encode(*place()))
+        placed = place()
+        if session.history == History.TEMPLATE or not _are_short(placed[1].new):
+            return await self._aside(session, lambda: encode(*placed))
+        return encode(*placed)
+
+    def _segment(self, session: Session, turn: Turn, place: Place) -> tuple[Segment | None, int]:
         if self._engines.speaks(session.run) == Dialect.CHAT:
             if turn.prompt is not None:
                 raise WireError(400, "chat_only", "the engine only speaks chat: it takes messages, and no bare prompt")
-            return turn, place, proven, None, self._chat_length(session, turn, place)
+            return None, self._chat_length(session, turn, place)
         if turn.wanted.grammar:
             why = "this engine samples under no grammar: leave out `response_format` (`text.format`)"
             raise WireError(400, "no_grammar", why)
-        return turn, place, proven, self._encode(session, turn, place), 0
+        return self._encode(session, turn, place), 0
 
     def _chat_length(self, session: Session, turn: Turn, place: Place) -> int:
         """About how long an engine that speaks chat will make a prompt: it makes it itself, of the messages."""
@@ -374,10 +394,25 @@ def _address(scope: Scope) -> Address:
     return {**QueryParams(scope["query_string"]), **scope["path_params"]}
 
 
-def _parse(wire: Wire, session: Session, body: bytes, at: Address) -> Turn:
+def _is_short(body: bytes, known: Beginning | None) -> bool:
+    """Whether a request is read at once: what is new of it is small, and it says all itself."""
+    new = len(body) - (len(known.whole) if known else 0)
+    return new < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id"))
+
+
+def _are_short(messages: list[dict[str, Any]]) -> bool:
+    """Whether messages are encoded at once. Those of a known beginning are new where a request changes its tools."""
+    contents = [message.get("content") for message in messages]
+    return (
+        len(messages) < 100
+        and sum(len(each) if isinstance(each, str) else len(repr(each)) for each in contents) < ASIDE_BYTES
+    )
+
+
+def _parse(wire: Wire, session: Session, body: bytes, at: Address, known: Beginning | None) -> Turn:
     """The request, with the history that it leaves to the gateway. Raises WireError."""
-    turn = wire.parse(body, at)
-    if any(REFERENCE in message for message in turn.messages):
+    turn = wire.parse(body, at, known)
+    if any(REFERENCE in message for message in turn.messages[turn.known :]):
         turn = replace(turn, messages=[_referred(session, message) for message in turn.messages])
     if not turn.after:
         return turn
@@ -401,13 +436,13 @@ def prompted(tree: Tree, place: Place, prompt: str | list[int], template: ChatTe
     """A context that the harness wrote itself. Where it repeats one with its answer, it goes on from there. Raises
     WireError (400)."""
     if isinstance(prompt, str):
-        segment = by_written(tree, place, prompt, template)
+        segment = by_written(tree, place, prompt, template, bare=True)
         if not (segment.ids or segment.parent):
             raise WireError(400, "invalid_request", "`prompt` has no tokens")
         return segment
     if max(prompt) >= template.size:
         raise WireError(400, "invalid_request", f"`prompt` holds a token id that is not below {template.size}")
-    return by_ids(tree, place, prompt, template)
+    return by_ids(tree, place, prompt, template, bare=True)
 
 
 def _retry_count(scope: Scope) -> int:

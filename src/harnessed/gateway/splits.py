@@ -33,28 +33,29 @@ def by_text(tree: Tree, place: Place, messages: Messages, tools: Messages, templ
     return by_written(tree, place, template.render(messages, tools), template)
 
 
-def by_written(tree: Tree, place: Place, text: str, template: ChatTemplate) -> Segment:
-    """The context is this text, special tokens and all."""
+def by_written(tree: Tree, place: Place, text: str, template: ChatTemplate, *, bare: bool = False) -> Segment:
+    """The context is this text, special tokens and all. `bare`: a harness wrote it, and no messages say what it
+    repeats."""
 
     def pieces(node: Node) -> tuple[str, str, str]:
         if node.number not in tree.texts:
             tree.texts[node.number] = _texts(node, template)
         return tree.texts[node.number]
 
-    reached = _deepest(tree, place, text, pieces)
+    reached = _deepest(tree, place, text, pieces, bare)
     split = _split(tree, place, reached.node, lambda: text, template)
     return Segment(reached.node, template.encode(text[reached.end :]).tobytes(), reached.cut, split)
 
 
-def by_ids(tree: Tree, place: Place, ids: list[int], template: ChatTemplate) -> Segment:
-    """The context is these tokens, which an engine made of the messages or a harness gave."""
+def by_ids(tree: Tree, place: Place, ids: list[int], template: ChatTemplate, *, bare: bool = False) -> Segment:
+    """The context is these tokens, which an engine made of the messages or a harness gave (`bare`)."""
     context = packed(ids)
 
     def pieces(node: Node) -> tuple[bytes, bytes, bytes]:
         stopped = array("i", node.answer[-4:])[0] in template.stop_ids
         return node.segment, node.answer, node.answer[:-4] if stopped else b""
 
-    reached = _deepest(tree, place, context, pieces)
+    reached = _deepest(tree, place, context, pieces, bare)
     split = _split(tree, place, reached.node, lambda: template.written(ids), template)
     return Segment(reached.node, context[reached.end :], reached.cut, split)
 
@@ -68,18 +69,25 @@ def _texts(node: Node, template: ChatTemplate) -> tuple[str, str, str]:
     )
 
 
-def _deepest(tree: Tree, place: Place, context: Text, pieces: Callable[[Node], tuple[Text, Text, Text]]) -> _Reached:
-    """`pieces` gives a node's segment, its answer, and the answer without a stop that history may write differently."""
+def _deepest(
+    tree: Tree, place: Place, context: Text, pieces: Callable[[Node], tuple[Text, Text, Text]], bare: bool
+) -> _Reached:
+    """`pieces` gives a node's segment, its answer, and the answer without a stop that history may write differently.
+
+    Who repeats an answer has got it; an equal one that nobody got is not meant. Of a `bare` prompt nothing else shows
+    that an answer arrived, where the gateway died before it had noted that, or another one has not noted it yet.
+    """
     meant = set(tree.conversation(place.follows))
     best = _Reached(0, False, 0, 0)
     ends = [best]
     while ends:
         before = ends.pop()
         best = max(best, before)
+        arrived: list[_Reached] = []
+        unproven: list[_Reached] = []
         for number in tree.children.get(before.node, ()):
             node = tree.nodes[number]
-            # Who repeats an answer has got it; an equal one that nobody got is not meant.
-            if node.cut != before.cut or not node.delivered:
+            if node.cut != before.cut:
                 continue
             segment, answer, unstopped = pieces(node)
             if not context.startswith(segment, before.end):
@@ -87,7 +95,9 @@ def _deepest(tree: Tree, place: Place, context: Text, pieces: Callable[[Node], t
             start = before.end + len(segment)
             for sampled, cut in ((answer, 0), (unstopped, 1)):
                 if sampled and context.startswith(sampled, start):
-                    ends.append(_Reached(start + len(sampled), number in meant, number, cut))
+                    reached = _Reached(start + len(sampled), number in meant, number, cut)
+                    (arrived if node.delivered else unproven).append(reached)
+        ends += arrived or (unproven if bare else [])
     return best
 
 

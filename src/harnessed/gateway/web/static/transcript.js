@@ -50,16 +50,19 @@ function drawOptions(columns, shared, { path, ...query }) {
   const tabs = h("div", { class: "tabs" });
   const say = (change) => {
     Object.assign(shared, change);
-    const { tokens, colour } = shared;
-    const shown = { tokens: tokens ? 1 : "", colour: tokens ? colour : "" };
+    const shown = { tokens: shared.tokens ? 1 : "", colour: shared.tokens ? shared.colour : "" };
     history.replaceState(null, "", address(["rollout", path], { ...query, ...shown }));
+    draw();
+    columns.forEach((column) => column.draw());
+  };
+  const draw = () => {
+    const { tokens } = shared;
     choices.hidden = !tokens;
     tabs.replaceChildren(
       button("Messages", () => say({ tokens: false }), tokens ? "tab" : "tab chosen"),
       button("Tokens", () => say({ tokens: true }), tokens ? "tab chosen" : "tab"));
-    columns.forEach((column) => column.draw());
   };
-  say({});
+  draw();
   return h("div", { class: "options" }, choices, tabs);
 }
 

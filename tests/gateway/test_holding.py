@@ -348,7 +348,7 @@ async def test_a_call_that_has_just_failed_is_no_answer_to_a_retry(house):
     """It may not have been dropped yet when the retry is looked at."""
     (attempt,) = await house.attempts()
     await chat(Desk(house.url, attempt.key))
-    (session,) = house.exchange._sessions.values()
+    (session,) = house.memory._sessions.values()
     turn, place = Turn([USER], [], "m"), session.tree.place([USER], [])
     failed = Pending("c", place.prompt, asyncio.get_running_loop().create_future(), turn.wanted, waiting=0)
     session.wait_for(failed)

@@ -4,7 +4,7 @@ A request is a list of messages. Folding its messages one by one into a digest g
 the transcript knows the names of all conversations that end in one of its answers; so the deepest answer that a
 request repeats is found in one pass. What follows it is new and becomes the segment of the next node; answers in there
 that are known from elsewhere in the transcript (a history that was edited, compacted, or ends in a message that changes
-from turn to turn) are spliced in by their sampled tokens. `exchange.py` is the only caller; what makes two messages the
+from turn to turn) are spliced in by their sampled tokens. `intake.py` is the only caller; what makes two messages the
 same is in `matching.py`.
 """
 

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from harnessed.gateway.exchange import Exchange
+from harnessed.gateway.attempts import Attempts
 from harnessed.gateway.keys import ADMIN, Keyring
 from harnessed.gateway.operations import Operation
 from harnessed.gateway.store import Store
@@ -46,9 +46,9 @@ GUARDED = {
 class Pages:
     """The routes of one gateway's dashboard."""
 
-    def __init__(self, store: Store, exchange: Exchange, keyring: Keyring) -> None:
+    def __init__(self, store: Store, attempts: Attempts, keyring: Keyring) -> None:
         self._store = store
-        self._exchange = exchange
+        self._attempts = attempts
         self._keyring = keyring
         self._files = {file.name: file.read_bytes() for file in STATIC.iterdir()}
 
@@ -128,7 +128,7 @@ class Pages:
 
     def _written(self, node: dict[str, Any]) -> dict[str, Any]:
         """A node's tokens with the text of each. A character that is cut in two shows as U+FFFD in both."""
-        template = self._exchange.policy(node["policy"])
+        template = self._attempts.policy(node["policy"])
         segment, answer = array("i", node["segment"]), array("i", node["answer"])
         return {
             "segment": segment.tolist(),

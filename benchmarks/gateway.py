@@ -25,6 +25,7 @@ import relay
 import upstream
 from agents import FIRST, LATER, OWNER, Agent, connected, renewing, talk, talk_at
 from figures import Figure
+from memory import measure_memory
 from processes import Server, process
 from rich.console import Console
 from rich.table import Table
@@ -168,13 +169,23 @@ async def measure(model: Path, folder: Path, engine: Server) -> list[Figure]:
     ]
 
 
+async def kept(model: Path, folder: Path, engine: Server, calls: int) -> list[Figure]:
+    with gateway(folder, model, engine) as (server, admin):
+        async with renewing(server.url, admin):
+            return await measure_memory(server, admin, ChatTemplate(model), calls)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a call costs the gateway.")
     parser.add_argument("model", type=Path, help="a policy's folder")
-    model: Path = parser.parse_args().model.resolve()
-    core = {max(os.sched_getaffinity(0))}
+    parser.add_argument("--memory", type=int, metavar="CALLS", help="measure memory instead, over so many small calls")
+    asked = parser.parse_args()
+    model, core = asked.model.resolve(), {max(os.sched_getaffinity(0))}
     with tempfile.TemporaryDirectory() as folder, process(upstream.serve, model, cores=core) as engine:
-        figures = asyncio.run(measure(model, Path(folder), engine))
+        if asked.memory:
+            figures = asyncio.run(kept(model, Path(folder), engine, asked.memory))
+        else:
+            figures = asyncio.run(measure(model, Path(folder), engine))
     table = Table("figure", "measured", "at most", "baseline", "")
     for figure in figures:
         table.add_row(*figure.row())

@@ -227,7 +227,7 @@ async def test_any_mix_of_what_harnesses_do_keeps_the_books(house, acts, seed):
 async def test_both_tell_of_both_and_each_of_its_own_calls(house):
     house.engine.script = lambda prompt, number: Scripted(answer("late"), delay_s=30)
     (attempt,) = await house.attempts()
-    await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=0))
+    await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=10))  # both have acknowledged it
     call = asyncio.create_task(ask(house, 1, attempt.key))
     async with AsyncClient(house.urls[1], house.keys.sign(ADMIN)) as second:
         async with asyncio.timeout(10):

@@ -16,7 +16,7 @@ from harnessed.gateway.catchup import catch_up, load
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.peers import LostCall
 from harnessed.gateway.progress import STORE, waits_for
-from harnessed.gateway.recording import AttemptId, record_faults
+from harnessed.gateway.recording import AttemptId, record_fault
 from harnessed.gateway.sampling import Sampler, generations
 from harnessed.gateway.session import Pending, Session, attempt_ended
 from harnessed.gateway.store import Store
@@ -136,8 +136,8 @@ class Attempts:
         """An attempt that ends while its engine is out of reach did not fail by itself."""
         trouble = self._engines.trouble(session.run, session.attempt[0])
         if trouble and any(not pending.answers.done() for pending in session.calls_in_progress()):
-            faults = session.faults | {"": f"engine: {trouble}"}
-            await self._store.write(lambda connection: record_faults(connection, session.attempt, faults))
+            fault = f"engine: {trouble}"
+            await self._store.write(lambda connection: record_fault(connection, session.attempt, "", fault))
 
     def _end(self, loading: "asyncio.Task[Session]") -> None:
         if not loading.cancelled() and loading.exception() is None:

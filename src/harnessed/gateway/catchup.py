@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from harnessed.gateway.peers import connected
-from harnessed.gateway.recording import AttemptId, Faults, is_of, load_attempt, nodes_of, wanted_of
+from harnessed.gateway.recording import AttemptId, is_of, load_attempt, nodes_of, wanted_of
 from harnessed.gateway.session import Pending, Session
 from harnessed.gateway.store import Store
 from harnessed.gateway.tables import attempts, calls, gateways, nodes
@@ -49,7 +49,6 @@ class Found:
     ending: bool
     last: int
     """Number of the attempt's last node."""
-    faults: Faults
     calls: int
     nodes: list[Node]
     """Those that were asked for."""
@@ -84,7 +83,6 @@ def find(
         live=row["live"],
         ending=row["ending"],
         last=row["nodes"],
-        faults=row["faults"],
         calls=_count(connection, attempt),
         nodes=new,
         delivered=[number for number, delivered in still.items() if delivered],
@@ -134,7 +132,7 @@ async def catch_up(store: Store, session: Session, gateway: str) -> bool:
 
 def take(session: Session, found: Found, known: Container[int] = ()) -> None:
     """Bring a session up to date; `known` are the nodes that it had before."""
-    session.faults, session.calls, session.seen = found.faults, found.calls, found.last
+    session.calls, session.seen = found.calls, found.last
     own = {pending.id for pending in session.calls_in_progress() if not pending.gateway}
     new = [node for node in found.nodes if node.call not in own and node.number not in known]
     for node in new:
@@ -142,9 +140,11 @@ def take(session: Session, found: Found, known: Container[int] = ()) -> None:
             session.tree.restore(node)
     for number in found.gone:
         session.forget_interrupted(number)
-    for number in found.delivered:
+    # What this gateway itself has done meanwhile may have come first.
+    delivered = [number for number in found.delivered if number in session.tree.nodes]
+    for number in delivered:
         session.tree.nodes[number].delivered = True
-    session.drop_delivered(found.delivered)
+    session.drop_delivered(delivered)
     # A call of our own is only of interest if this session is younger than it.
     own |= {call.id for call in found.open if call.gateway == found.gateway} - {node.call for node in new}
     open_ = {call.id: call for call in found.open if call.id not in own}

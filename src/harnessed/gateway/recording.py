@@ -19,8 +19,6 @@ from harnessed.records import Attempt, CallState, History, Limits, Node, Purpose
 
 AttemptId = tuple[str, int]
 """(rollout, number)."""
-Faults = dict[str, str]
-"""The digest of a request, in hexadecimal -> why it was refused (`budget: ...`) or failed (`engine: ...`)."""
 
 
 def load_attempt(connection: Connection, attempt: AttemptId) -> dict[str, Any] | None:
@@ -86,8 +84,8 @@ _ANSWERED = (
 _ADVANCE = (
     update(attempts)
     .where(attempts.c.rollout == bindparam("of"), attempts.c.number == bindparam("attempt"), attempts.c.live)
-    .values(nodes=attempts.c.nodes + bindparam("more"), faults=bindparam("left"))
-    .returning(attempts.c.nodes)
+    .values(nodes=attempts.c.nodes + bindparam("more"))
+    .returning(attempts.c.nodes, attempts.c.faults)
 )
 _KEEP = insert(nodes)
 _DELIVERED = (
@@ -119,13 +117,13 @@ def admit(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: 
 
 
 def record_answers(
-    connection: Connection, attempt: AttemptId, answers: list[Node], begun: list[int], faults: Faults, now: float
+    connection: Connection, attempt: AttemptId, answers: list[Node], begun: list[int], overcome: str, now: float
 ) -> None:
     """Store the answers of a call, and number them after the attempt's last one.
 
-    `begun` are the numbers of broken-off answers that these hold whole. `faults` are the attempt's
-    refused and failed requests that have not been overcome. Raises Refused: 409 if the attempt has ended, 503 if the
-    call is not this gateway's any more.
+    `begun` are the numbers of broken-off answers that these hold whole; `overcome` is the request that has its answer
+    now, if it had failed before. Raises Refused: 409 if the attempt has ended, 503 if the call is not this gateway's
+    any more.
     """
     call = answers[0].call
     if connection.execute(_ANSWERED, {"call": call, "time": now}).rowcount == 0:
@@ -135,11 +133,14 @@ def record_answers(
             raise Refused(503, f"call {call} was given up for lost; its answer is not kept")
         _number(answers, max(numbers))  # the database kept this transaction, and was away before it said so
         return
-    bound = {"of": attempt[0], "attempt": attempt[1], "more": len(answers), "left": faults}
-    last = connection.execute(_ADVANCE, bound).scalar_one_or_none()
-    if last is None:
+    bound = {"of": attempt[0], "attempt": attempt[1], "more": len(answers)}
+    advanced = connection.execute(_ADVANCE, bound).first()
+    if advanced is None:
         raise Refused(409, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its answers are not kept")
+    last, faults = advanced
     _number(answers, last)
+    if overcome in faults:
+        _set_faults(connection, attempt, {request: what for request, what in faults.items() if request != overcome})
     rows = [
         {
             "rollout": attempt[0],
@@ -196,8 +197,16 @@ def fail_open_calls(connection: Connection, rollouts: Iterable[str], now: float)
     connection.execute(update(calls).where(open_).values(state=CallState.FAILED, ended=now))
 
 
-def record_faults(connection: Connection, attempt: AttemptId, faults: Faults) -> None:
-    """Why requests were refused or failed; it decides about the attempt's outcome."""
+def record_fault(connection: Connection, attempt: AttemptId, request: str, what: str) -> None:
+    """Why a request was refused (`budget: ...`) or failed (`engine: ...`); it decides about the attempt's outcome.
+    `request`: its digest, or what else names it."""
+    mine = is_of(attempts.c.rollout, attempts.c.number, attempt)
+    faults: dict[str, str] | None = connection.execute(select(attempts.c.faults).where(mine)).scalar_one_or_none()
+    if faults is not None:
+        _set_faults(connection, attempt, faults | {request: what})
+
+
+def _set_faults(connection: Connection, attempt: AttemptId, faults: dict[str, str]) -> None:
     mine = is_of(attempts.c.rollout, attempts.c.number, attempt)
     connection.execute(update(attempts).where(mine).values(faults=faults))
 

@@ -23,7 +23,7 @@ from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.progress import STORE, waits_for
 from harnessed.gateway.reading import cut_at
-from harnessed.gateway.recording import record_answers, record_failure, record_faults
+from harnessed.gateway.recording import record_answers, record_failure, record_fault
 from harnessed.gateway.session import Pending, Session, attempt_ended
 from harnessed.gateway.splits import by_ids
 from harnessed.gateway.store import Refused, Store
@@ -108,8 +108,6 @@ class Sampler:
         given = await _all(self._answer(session, call, *each) for each in zip_longest(choices, previews))
         self._unwanted.discard(call)
         failure = next((error for error in given if isinstance(error, BaseException)), None)
-        if failure is None:
-            session.faults.pop(place.prompt.hex(), None)
         nodes: list[Node] = []
         continued: list[int] = []
         for choice, answer in zip(choices, given, strict=True):
@@ -119,7 +117,8 @@ class Sampler:
             nodes.append(_node(session, turn, place, choice, generated, call))
             continued += [choice.begun.number] if choice.begun else []
         if nodes:
-            await self._record(session, turn, place, nodes, continued)
+            overcome = place.prompt.hex() if failure is None else ""
+            await self._record(session, turn, place, nodes, continued, overcome)
         if failure is not None:
             failed = not isinstance(failure, Interrupted)
             self._store.write_soon(lambda connection: record_failure(connection, call, time.time(), failed=failed))
@@ -175,15 +174,14 @@ class Sampler:
         raise failure
 
     async def _record(
-        self, session: Session, turn: Turn, place: Place, nodes: list[Node], continued: list[int]
+        self, session: Session, turn: Turn, place: Place, nodes: list[Node], continued: list[int], overcome: str
     ) -> None:
-        faults = dict(session.faults)
         waits_for(STORE)
         try:
             if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
                 raise Refused(503, "the attempt is read from the store again; ask again")
             await self._store.write(
-                lambda connection: record_answers(connection, session.attempt, nodes, continued, faults, time.time())
+                lambda connection: record_answers(connection, session.attempt, nodes, continued, overcome, time.time())
             )
         except Refused as error:
             self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
@@ -199,13 +197,11 @@ class Sampler:
             if node.finish == INTERRUPTED:
                 session.interrupted.setdefault((place.prompt, turn.wanted), []).append(node)
         for number in continued:
-            del session.tree.nodes[number]
+            session.tree.nodes.pop(number, None)
 
     def fault(self, session: Session, request: str, what: str) -> None:
         """A request was refused (`budget: ...`) or failed (`engine: ...`)."""
-        session.faults[request] = what
-        faults = dict(session.faults)
-        self._store.write_soon(lambda connection: record_faults(connection, session.attempt, faults))
+        self._store.write_soon(lambda connection: record_fault(connection, session.attempt, request, what))
 
 
 def _choice(

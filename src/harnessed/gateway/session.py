@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.progress import Stage, stage
-from harnessed.gateway.recording import AttemptId, Faults
+from harnessed.gateway.recording import AttemptId
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Digest, Place, Tree
 from harnessed.gateway.wire.growing import Beginning
@@ -77,8 +77,6 @@ class Session:
     """Of each prompt the last call, if its answer was handed over whole: it may still be lost on its way."""
     interrupted: dict[tuple[Digest, Wanted], list[Node]] = field(default_factory=dict)
     """Answers that an engine broke off and nobody goes on with: the same request gets the rest."""
-    faults: Faults = field(default_factory=dict)
-    """Requests that were refused or failed and have not been answered since."""
     beginnings: list[Beginning] = field(default_factory=list)
     """Of its last requests, the last one first: agents ask several questions at once, or in turns."""
     read_aside: int = 0
@@ -180,7 +178,7 @@ class Session:
 
     def forget_interrupted(self, number: int) -> None:
         """An answer that was broken off; another one holds it whole now."""
-        del self.tree.nodes[number]
+        self.tree.nodes.pop(number, None)
         for key, kept in list(self.interrupted.items()):
             left = [node for node in kept if node.number != number]
             if left:

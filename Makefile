@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: benchmarks chaos demo families harnesses harnesses-long test check format docs install smollm2
+.PHONY: chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -19,7 +19,11 @@ demo: $(INSTALLED) $(MODEL)/config.json
 
 test: $(INSTALLED) families $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; up to 6 minutes on two cores"
-	@$(VENV)/bin/pytest -n 2 --dist loadfile --ignore tests/harnesses --ignore tests/chaos
+	@$(VENV)/bin/pytest -n 2 --dist loadfile --ignore tests/harnesses --ignore tests/chaos -rs
+
+chaos: $(INSTALLED)
+	@echo "chaos: 2,000 calls while gateways and the engine are killed, on SQLite and on PostgreSQL; about three minutes"
+	@$(VENV)/bin/pytest tests/chaos -n 2 --dist load -rs -s
 
 smollm2: $(SMOLLM2)/config.json
 
@@ -61,7 +65,7 @@ families: .cache/families
 	@$(VENV)/bin/python tests/families.py .cache/families
 
 harnesses: .cache/harnesses
-	@echo "harnesses: drives each, unmodified, through gateway and local runner; about three minutes"
+	@echo "harnesses: drives each, unmodified, through gateway and local runner; about four minutes"
 	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
 
 harnesses-long: .cache/harnesses
@@ -72,10 +76,11 @@ harnesses-long: .cache/harnesses
 	@echo "harnesses: fetches seven with npm and uv (3 GB on disk); one to two minutes"
 	@$(VENV)/bin/python tests/harnesses/packages.py .cache/harnesses
 
-chaos: $(INSTALLED)
-	@echo "chaos: kills gateways and engines under 2,000 calls, on SQLite and on PostgreSQL; up to three minutes"
-	@$(VENV)/bin/pytest tests/chaos -n 2 --dist load -rs
-
 benchmarks: $(SMOLLM2)/config.json
-	@echo "benchmarks: what transcripts cost, with limits and baselines; about two minutes"
+	@echo "benchmarks: what transcripts and calls cost, with limits and baselines; about five minutes"
 	@$(VENV)/bin/python benchmarks/transcripts.py $(SMOLLM2)
+	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2)
+
+benchmarks-memory: $(SMOLLM2)/config.json
+	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"
+	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2) --memory 200000

@@ -1,5 +1,6 @@
 """One line of a benchmark's table."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -9,7 +10,7 @@ class Figure:
     """With its unit."""
     value: float
     limit: float
-    """At most."""
+    """At most; infinite: there is none."""
     baseline: str = ""
     """The same work done in another way, in the same run."""
 
@@ -18,4 +19,6 @@ class Figure:
         return self.value <= self.limit
 
     def row(self) -> tuple[str, str, str, str, str]:
-        return self.what, f"{self.value:.3g}", f"{self.limit:g}", self.baseline, "held" if self.held else "OVER"
+        if math.isinf(self.limit):
+            return self.what, f"{self.value:.3g}", "", self.baseline, ""
+        return self.what, f"{self.value:.3g}", f"{self.limit:.3g}", self.baseline, "held" if self.held else "OVER"

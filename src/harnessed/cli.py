@@ -177,7 +177,7 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
             display.phase("held-out tasks")
             result = evaluate_held_out(
                 run.rollouts(watch, display.tick),
-                Report(run.folder),
+                Report(run.folder, run.gateway, run.id, display.note),
                 tasks,
                 config.evaluation,
                 config.sampling,

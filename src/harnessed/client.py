@@ -35,8 +35,10 @@ from harnessed.records import (
     EngineSpec,
     Event,
     Examination,
+    Fate,
     Group,
     GroupSpec,
+    Metrics,
     Reward,
     Rollout,
     RunSpec,
@@ -382,6 +384,22 @@ def list_changes(run: str, after: int, wait_s: float = 0) -> Call[list[Change]]:
 def get_totals(run: str) -> Call[Totals]:
     """What the stored records of a run hold, counted now."""
     return Call("GET", f"/api/runs/{run}/totals", _json(Totals))
+
+
+def post_metrics(run: str, metrics: Metrics) -> Call[None]:
+    """Keep a line of a trainer's metrics, for the dashboard's curves."""
+    return Call("POST", f"/api/runs/{run}/metrics", _nothing, _dump(metrics))
+
+
+def list_metrics(run: str, after: int = 0) -> Call[list[Metrics]]:
+    """The lines of a run with a higher number than `after`, in the order in which they came."""
+    return Call("GET", f"/api/runs/{run}/metrics", _json(list[Metrics]), query={"after": after})
+
+
+def post_fates(run: str, fates: dict[str, dict[Fate, int]]) -> Call[None]:
+    """Keep what became of the sampled tokens of rollouts, for the dashboard; the last ones of a rollout count."""
+    body = {rollout: {str(fate): tokens for fate, tokens in each.items()} for rollout, each in fates.items()}
+    return Call("POST", f"/api/runs/{run}/fates", _nothing, body)
 
 
 def get_status() -> Call[Status]:

@@ -323,6 +323,17 @@ class Event(Record):
     """Set by the gateway."""
 
 
+class Metrics(Record):
+    """One line of a trainer's metrics.jsonl, as it was posted; docs/metrics.md says what the values mean."""
+
+    number: int = 0
+    """Set by the gateway: grows with every line, over all runs."""
+    step: int
+    values: dict[str, Any]
+    time: float | None = None
+    """Set by the gateway."""
+
+
 class ChangeKind(StrEnum):
     ROLLOUT = "rollout"
     GROUP = "group"

@@ -4,10 +4,10 @@ A trainer names them with `gateway.url` and `controller.external`. `cli.py` call
 """
 
 import os
-import sys
 import time
 from pathlib import Path
 
+from harnessed import logs
 from harnessed.client import Client, list_engines
 from harnessed.config import Config, ConfigError
 from harnessed.controller.check import check
@@ -35,9 +35,10 @@ def up(config: Config, given: list[str], folder: Path, *, engine: bool) -> None:
     keep_keys(folder)
     key_file = folder / ADMIN_KEY_FILE
     os.environ[ADMIN_KEY_VARIABLE] = key_file.read_text(encoding="utf-8")
+    logs.configure(config.gateway.log)
     hear_interrupts()
     with Services(folder / "logs") as services:
-        services.say = _say
+        services.say = logs.say
         services.start("gateway", [*given, *options], gateway_socket)
         if engine_socket is not None:
             services.start("engine", [*given, *options], engine_socket)
@@ -46,15 +47,11 @@ def up(config: Config, given: list[str], folder: Path, *, engine: bool) -> None:
         with Client(url, admin_key(), patience_s=START_LIMIT_S, meanwhile=services.check) as client:
             client(list_engines())
         if engine_socket is not None:
-            _say(f"engine on {url_of(engine_socket)}")
-        _say(f"gateway on {url}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}; Ctrl-C ends all")
+            logs.say(f"engine on {url_of(engine_socket)}")
+        logs.say(f"gateway on {url}; its admin key, for {ADMIN_KEY_VARIABLE}, is in {key_file}; Ctrl-C ends all")
         try:
             while True:
                 services.check()
                 time.sleep(1)
         except KeyboardInterrupt:
-            _say("ending")
-
-
-def _say(line: str) -> None:
-    print(f"harnessed: {line}", file=sys.stderr, flush=True)
+            logs.say("ending")

@@ -17,9 +17,8 @@ from command import HARNESSED, HERE, environment, harnessed, make_config, proces
 from policies import add_model, make_policy
 from transformers import AutoModelForCausalLM
 
-from harnessed.client import Client
+from harnessed.client import Client, pause_engine, resume_engine
 from harnessed.records import Version
-from harnessed.training.trainer import Trainer
 from harnessed.weights import SharedWeights
 
 GROUPS, MEMBERS, HELD_OUT = 3, 3, 2
@@ -178,22 +177,21 @@ def test_an_engine_killed_while_the_weights_are_written_generates_nothing_before
         def health(name: str) -> int:
             return httpx.get(f"{url}/health", timeout=60, trust_env=False).json()[name]
 
-        trainer = Trainer.__new__(Trainer)
-        trainer._engine = Client(url, patience_s=60)
+        ask = Client(url, patience_s=60)
         engine = start_engine()
         try:
             with ThreadPoolExecutor(1) as pool:
-                with trainer._engine_stands_still():
-                    assert health("paused")
-                    with shared.writing(Version(0, 1)):
-                        engine.kill()
-                        engine.wait()
-                        engine = start_engine()
-                        answer = pool.submit(generate)
-                        wait_for(lambda: health("waiting"), "the request")
-                        assert not health("paused"), "what keeps it from generating is the mark alone"
-                        assert not answer.done()
-                        assert health("sampled_tokens") == 0
+                ask(pause_engine(60))
+                with shared.writing(Version(0, 1)):
+                    engine.kill()
+                    engine.wait()
+                    engine = start_engine()
+                    answer = pool.submit(generate)
+                    wait_for(lambda: health("waiting"), "the request")
+                    assert not health("paused"), "what keeps it from generating is the mark alone"
+                    assert not answer.done()
+                    assert health("sampled_tokens") == 0
+                ask(resume_engine())
                 assert set(answer.result(60)["versions"]) == {Version(0, 1).pack()}
         finally:
             engine.kill()

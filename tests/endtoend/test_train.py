@@ -187,6 +187,16 @@ def test_the_database_is_sound(finished_run):
         assert database.execute("select count(*) from calls where state != 'answered'").fetchone() == (0,)
 
 
+def test_the_dashboard_has_the_curves_and_fates_that_the_folder_has(finished_run):
+    run, printed = finished_run
+    with sqlite3.connect(run / "gateway.db") as database:
+        posted = [json.loads(values) for (values,) in database.execute('select "values" from metrics order by number')]
+        fates = {rollout: json.loads(tokens) for rollout, tokens in database.execute("select * from fates")}
+    assert posted == lines(run / "metrics.jsonl")
+    assert fates == {line["rollout"]: line["fates"] for line in lines(run / "transcripts.jsonl")}
+    assert "dashboard" not in printed  # nothing failed to be posted
+
+
 def test_the_configuration_that_was_used_is_kept(finished_run):
     run, _ = finished_run
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["groups_per_step"] == 5

@@ -50,13 +50,14 @@ class House:
         application = await self._serve(self._listener, "first")
         self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
-        self.exchanges = [self.exchange]
+        self.memory = application.state.attempts
+        self.memories = [self.memory]
         self.operations = application.state.operations
         self.turnstiles = application.state.turnstiles
         self.url = self.urls[0]
         if self.settings.database:
             other = await self._serve(self._other_listener, "second")
-            self.exchanges.append(other.state.exchange)
+            self.memories.append(other.state.attempts)
 
     async def _serve(self, listener, name):
         application = await self._stack.enter_async_context(gateway(self.folder, self.settings, name))
@@ -115,7 +116,7 @@ class House:
 
     def calls_in_progress(self):
         """Of all gateways."""
-        sessions = [session for each in self.exchanges for session in each._sessions.values()]
+        sessions = [session for each in self.memories for session in each._sessions.values()]
         return [each for session in sessions for each in session.calls_in_progress() if not each.gateway]
 
     async def left(self, still: int = 0) -> None:

@@ -11,7 +11,7 @@ from test_exchange import USER, ask_and_leave, finish_what_runs, say, told
 from texts import STOP, answer, ids
 
 from harnessed.client import get_totals
-from harnessed.gateway import exchange
+from harnessed.gateway import intake
 from harnessed.records import Dialect
 
 
@@ -174,8 +174,8 @@ async def test_a_retry_meets_its_call_also_while_the_encoder_is_busy(house):
     (attempt,) = await house.attempts(max_tokens=20)
     await house.make_run(context=100_000)
     house.engine.context = 200_000
-    body = {"messages": [{"role": "user", "content": "x" * exchange.ASIDE_BYTES}]}
-    house.exchange._encoder.submit(time.sleep, 1)
+    body = {"messages": [{"role": "user", "content": "x" * intake.ASIDE_BYTES}]}
+    house.exchange._intake._encoder.submit(time.sleep, 1)
     first = asyncio.create_task(post(house, attempt.key, body))
     await asyncio.sleep(0.3)
     first.cancel()

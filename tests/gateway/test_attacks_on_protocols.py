@@ -342,7 +342,7 @@ async def test_no_name_of_an_interrupted_generation_is_kept_for_ever(house):
     asking.cancel()
     await house.left()
     await asyncio.sleep(0.5)
-    assert not house.exchange._engines._running
+    assert not house.memory._engines._running
 
 
 @pytest.mark.parametrize("value", ["123456789012345678901234567890", '"\\ud800"'], ids=["large", "surrogate"])

@@ -105,7 +105,7 @@ def versions_of(node):
 
 
 def health(house):
-    return {engine.id: engine.healthy for engine in house.exchange._engines.known}
+    return {engine.id: engine.healthy for engine in house.memory._engines.known}
 
 
 # Where a rollout goes
@@ -155,7 +155,7 @@ async def test_what_is_known_of_a_rollout_ends_with_its_attempt(house, fleet):
     await fleet(2)
     (attempt,) = await house.attempts()
     await say(house, attempt.key)
-    homes = house.exchange._engines._routing._homes
+    homes = house.memory._engines._routing._homes
     assert list(homes) == [attempt.rollout]
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
     assert not homes
@@ -297,7 +297,7 @@ async def test_an_engine_that_cannot_be_interrupted_is_left_at_the_limit(house, 
     with pytest.raises(openai.APIError, match="within 1 s: its connection was closed"):
         await say(house, attempt.key)
     assert time.monotonic() - began < 1 + client.LAST_WORDS_S / 2, "it is not waited for"
-    await until(lambda: all(engine.in_flight == 0 for engine in house.exchange._engines.known))
+    await until(lambda: all(engine.in_flight == 0 for engine in house.memory._engines.known))
 
 
 async def test_what_the_stream_of_such_an_engine_showed_is_kept(house, fleet):
@@ -394,10 +394,10 @@ async def test_the_end_of_an_attempt_reaches_the_engine_where_it_runs(house, fle
     (attempt,) = await house.attempts()
     asking = asyncio.create_task(say(house, attempt.key))
     await until(lambda: any(engine.log and engine.log[0].answer for engine in engines))
-    house.exchange._engines._routing.doubt(
-        next(s for s in house.exchange._engines._routing.servers() if s.spec.url == home_of(engines).url), "a test"
+    house.memory._engines._routing.doubt(
+        next(s for s in house.memory._engines._routing.servers() if s.spec.url == home_of(engines).url), "a test"
     )
-    house.exchange._engines.forget(attempt.rollout)
+    house.memory._engines.forget(attempt.rollout)
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
     assert home_of(engines).log[0].finish == "interrupted"
     await asyncio.gather(asking, return_exceptions=True)
@@ -413,7 +413,7 @@ async def test_what_a_dead_gateway_asked_for_is_ended_wherever_it_runs(house, fl
     running = [call.id for engine in engines for call in engine.log]
     await house.restart()
     assert not any(call.finish for engine in engines for call in engine.log), "the restart alone ended them"
-    await house.exchange._engines.abandon("r", [*running, "unknown.0"])
+    await house.memory._engines.abandon("r", [*running, "unknown.0"])
     await until(lambda: all(call.finish == "interrupted" for engine in engines for call in engine.log))
     await asyncio.gather(*asking, return_exceptions=True)
 

@@ -25,7 +25,7 @@ from harnessed.client import (
     get_transcripts,
     post_reward,
 )
-from harnessed.gateway import api, catchup, delivery, exchange, lifecycle, sampling
+from harnessed.gateway import api, catchup, delivery, intake, lifecycle, sampling
 from harnessed.gateway.keys import Key, Scope
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import WireError
@@ -592,7 +592,7 @@ async def test_the_store_keeps_no_answer_of_an_attempt_that_has_ended(house):
     """A controller that slept past its lease may still run an agent of an old attempt."""
     (attempt,) = await house.attempts()
     await ask_and_leave(house, attempt.key)
-    session = house.exchange._sessions[(attempt.rollout, 1)]
+    session = house.memory._sessions[(attempt.rollout, 1)]
     await house.store.write(lambda c: lifecycle._retire(c, attempt.rollout, 1, 0.0))
     house.engine.paused = False
     with pytest.raises(WireError, match="has ended"):
@@ -645,7 +645,7 @@ async def test_a_long_request_is_encoded_while_others_are_served(house, monkeypa
     monkeypatch.setattr(ChatTemplate, "first_segment", first_segment)
     await house.make_run(context=100_000)
     house.engine.context = 200_000
-    long = {"role": "user", "content": "x" * exchange.ASIDE_BYTES}
+    long = {"role": "user", "content": "x" * intake.ASIDE_BYTES}
     asking = asyncio.create_task(say(house, slow.key, [long]))
     await asyncio.sleep(0.1)
     await say(house, quick.key, [USER])

@@ -12,17 +12,20 @@ from google import genai
 from house import House
 from policies import CALLING, make_policy
 from scripted_engine import Logged, Scripted
+from test_exchange import USER
 from texts import answer, text
 from wiretap import Wiretap
 
-from harnessed.client import end_attempt, get_transcripts
+from harnessed.client import close_turnstile, end_attempt, get_transcripts, open_turnstile
 from harnessed.gateway import delivery
-from harnessed.records import Assignment, Ending, Fate, Outcome
+from harnessed.gateway.session import Pending, attempt_ended
+from harnessed.gateway.wire.turn import Turn
+from harnessed.records import Assignment, CloseMode, Ending, Fate, Outcome
 from harnessed.training.samples import build
 
-LIMIT_S = 30
+LIMIT_S = 60
 SAID = "one  two."
-PATIENT = {"timeout": 60, "max_retries": 0}
+PATIENT = {"timeout": LIMIT_S, "max_retries": 0}
 BROKEN = ("APIConnectionError", "ReadError", "RemoteProtocolError", "ClientPayloadError")
 """What SDKs raise when a connection breaks, of their own or of their HTTP clients."""
 BROKEN += ("MidStreamFallbackError", "InternalServerError")  # litellm's words for it
@@ -53,7 +56,7 @@ class Desk:
         return anthropic.AsyncAnthropic(base_url=self.url, auth_token=self.key, **PATIENT)
 
     def google(self, http=None):
-        options = genai.types.HttpOptions(base_url=self.url, timeout=60_000, httpx_async_client=http)
+        options = genai.types.HttpOptions(base_url=self.url, timeout=LIMIT_S * 1000, httpx_async_client=http)
         return genai.Client(api_key=self.key, http_options=options).aio
 
     def litellm(self, **options):
@@ -118,12 +121,12 @@ async def messages_streamed(desk):
 
 
 async def gemini(desk):
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=LIMIT_S) as http:
         return (await desk.google(http).models.generate_content(model="m", contents=desk.prompt)).text
 
 
 async def gemini_streamed(desk):
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=LIMIT_S) as http:
         stream = await desk.google(http).models.generate_content_stream(model="m", contents=desk.prompt)
         return "".join([chunk.text or "" async for chunk in stream])
 
@@ -137,7 +140,7 @@ async def gemini_streamed_by_aiohttp(desk):
 
 
 async def gemini_as_one_value(desk):
-    async with httpx.AsyncClient(timeout=60, headers={"x-goog-api-key": desk.key}) as http:
+    async with httpx.AsyncClient(timeout=LIMIT_S, headers={"x-goog-api-key": desk.key}) as http:
         body = {"contents": [{"role": "user", "parts": [{"text": desk.prompt}]}]}
         asked = await http.post(f"{desk.url}/v1beta/models/m:streamGenerateContent", json=body)
         return "".join(part["candidates"][0]["content"]["parts"][0]["text"] for part in asked.json())
@@ -251,10 +254,12 @@ async def play(house, part, *answers: Scripted) -> None:
         raise ExceptionGroup("some clients", failed)
 
 
-@pytest.fixture(autouse=True)
-def local(monkeypatch):
-    """litellm fetches nothing when it is imported."""
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+@pytest.fixture(scope="module", autouse=True)
+def loaded():
+    """litellm takes its time when it is imported, and fetches nothing then."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+        import litellm  # noqa: F401
 
 
 @pytest.fixture
@@ -307,6 +312,25 @@ async def test_a_client_that_leaves_while_it_waits_is_noticed_and_its_tokens_are
     await play(house, part, Scripted(whole, stall_at=4), Scripted(whole[4:]))
 
 
+async def test_a_client_that_leaves_the_turnstile_and_comes_back_gets_its_answer_when_it_opens(house, short):
+    gone = []
+
+    async def part(stage, asking):
+        asking.cancel()
+        await asyncio.wait({asking})
+        signs, again = stage.signs, stage.ask()
+        await until(lambda: stage.signs >= signs + 3)
+        gone.append(stage)
+        if len(gone) == len(CLIENTS):
+            assert house.turnstiles.held("r") == house.clients == len(CLIENTS)
+            await house.admin(open_turnstile("r", "trainer"))
+        assert await asyncio.wait_for(again, LIMIT_S) == SAID
+        assert len(stage.calls) == 1
+
+    await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=0))
+    await play(house, part, Scripted(answer(SAID)))
+
+
 async def test_answers_without_a_wait_come_without_a_sign_of_life(house):
     house.engine.script = lambda prompt, call: answer(SAID)
 
@@ -318,6 +342,19 @@ async def test_answers_without_a_wait_come_without_a_sign_of_life(house):
             assert signs == (client is responses_streamed), client  # every answer there begins with one
 
     await asyncio.gather(*map(one, CLIENTS))
+
+
+async def test_a_call_that_has_just_failed_is_no_answer_to_a_retry(house):
+    """It may not have been dropped yet when the retry is looked at."""
+    (attempt,) = await house.attempts()
+    await chat(Desk(house.url, attempt.key))
+    (session,) = house.memory._sessions.values()
+    turn, place = Turn([USER], [], "m"), session.tree.place([USER], [])
+    failed = Pending("c", place.prompt, asyncio.get_running_loop().create_future(), turn.wanted, waiting=0)
+    session.wait_for(failed)
+    failed.answers.set_exception(attempt_ended(session.attempt))
+    assert session.retried(turn, place, retry_count=1) is None
+    session.drop_delivered([1])
 
 
 async def test_an_sdk_that_retries_hears_of_a_failure_after_a_sign_of_life_and_asks_again(house, tap, short):

@@ -25,6 +25,8 @@ SAMPLES: dict[Any, Any] = {
     list[GroupSpec]: [GroupSpec(id="x", run="x", task={}, n=1)],
     records.Ending: records.Ending(outcome=records.Outcome.OK),
     records.Reward: records.Reward(reward=1.0),
+    records.Metrics: records.Metrics(step=1, values={"loss": 0.5}),
+    dict[str, dict[records.Fate, int]]: {"x": {records.Fate.TRAINED: 1}},
     records.Event: records.Event(rollout="x", attempt=1, type="x"),
 }
 """An argument of each type that functions of the client take."""

@@ -64,7 +64,7 @@ async def test_history_template_strips_it_and_goes_on_in_a_new_row(house):
     second = await say(house, attempt.key, [USER, told(first), USER])
     third = [USER, told(first), USER, told(second), USER]
     await say(house, attempt.key, third)
-    assert text(house.engine.log[2].prompt) == text(house.exchange.policy(str(house.policy)).first_segment(third, []))
+    assert text(house.engine.log[2].prompt) == text(house.memory.policy(str(house.policy)).first_segment(third, []))
     nodes, sample = await end(house, attempt)
     assert shape(nodes) == [(0, 0, ""), (0, 1, Split.TEMPLATE), (0, 2, Split.TEMPLATE)]
     assert len(sample.rows) == 3
@@ -155,12 +155,12 @@ async def test_the_same_text_as_other_tokens_splits_the_row(chatting):
     house = chatting
     (attempt,) = await house.attempts()
     first = await say(house, attempt.key, [USER])
-    template = house.exchange.policy(str(house.policy))
+    template = house.memory.policy(str(house.policy))
     prompt = template.first_segment([USER, told(first), USER], []).tolist()
     same = ids("answer 1")
     at = next(i for i in range(len(prompt)) if prompt[i : i + len(same)] == same)
     # The byte tokenizer has one way to write a text; so the stored answer is made to be another one of equal text.
-    (session,) = house.exchange._sessions.values()
+    (session,) = house.memory._sessions.values()
     node = session.tree.nodes[1]
     session.template = _Reading(template, {999: "answer 1"})
     node.answer = b"".join(number.to_bytes(4, "little") for number in (999, STOP))

@@ -21,6 +21,7 @@ from harnessed.client import (
     create_groups,
     end_attempt,
     get_rollout,
+    get_status,
     get_totals,
     get_transcripts,
     get_turnstile,
@@ -221,3 +222,21 @@ async def test_a_gateway_that_is_taken_for_dead_records_no_more(house, monkeypat
 async def test_any_mix_of_what_harnesses_do_keeps_the_books(house, acts, seed):
     """Each call goes to either of them."""
     await play_attempts(house, [acts], Random(seed), chats=False)
+
+
+async def test_both_tell_of_both_and_each_of_its_own_calls(house):
+    house.engine.script = lambda prompt, number: Scripted(answer("late"), delay_s=30)
+    (attempt,) = await house.attempts()
+    await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=0))
+    call = asyncio.create_task(ask(house, 1, attempt.key))
+    async with AsyncClient(house.urls[1], house.keys.sign(ADMIN)) as second:
+        async with asyncio.timeout(10):
+            while not (theirs := await second(get_status())).waiting:
+                await asyncio.sleep(0.01)
+        ours = await house.admin(get_status())
+    assert [each.what for each in theirs.waiting] == ["the turnstile, closed by trainer"]
+    assert ours.waiting == [] and ours.turnstiles == theirs.turnstiles != []
+    assert [each.id.partition("-")[0] for each in ours.gateways] == ["first", "second"]
+    assert ours.gateways == theirs.gateways and ours.controllers == theirs.controllers
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)

@@ -7,7 +7,7 @@ import pytest
 from policies import make_policy
 from texts import text
 
-from harnessed.gateway.exchange import prompted
+from harnessed.gateway.intake import prompted
 from harnessed.gateway.routes import WIRES
 from harnessed.gateway.template import ChatTemplate, TemplateError
 from harnessed.gateway.transcript import Tree

@@ -154,7 +154,7 @@ class Stage:
         return self.fault.ends and self.client.takes_parts
 
     def waiting(self) -> int:
-        sessions = self.house.exchange._sessions
+        sessions = self.house.memory._sessions
         session = sessions.get((self.attempt.rollout, 1))
         return sum(pending.waiting for pending in session.calls_in_progress()) if session else 0
 

@@ -7,7 +7,7 @@ from transcripts import node, transcript
 
 from harnessed.client import Client
 from harnessed.config import Trainer as TrainerSettings
-from harnessed.records import Fate
+from harnessed.records import Fate, Turnstile, TurnstileState
 from harnessed.training.backends.local import Update
 from harnessed.training.samples import build
 from harnessed.training.trainer import Trainer, select
@@ -35,9 +35,18 @@ def test_the_engine_stands_still_while_the_weights_change_and_goes_on_afterwards
                 seen.append(engine.paused)
             return Update(True, {})
 
-        trainer_with(engine, SimpleNamespace(update=update))._update(one_group()[1])
+        trainer = trainer_with(engine, SimpleNamespace(update=update))
+        asked = []
+
+        def gateway(call):
+            asked.append(call.path.rpartition("/")[2])
+            return Turnstile(run="r", state=TurnstileState.CLOSING if len(asked) == 1 else TurnstileState.CLOSED)
+
+        trainer._gateway, trainer._run = gateway, "r"
+        trainer._update(one_group()[1])
         assert seen == [True]
         assert not engine.paused
+        assert asked == ["close", "close", "open"]  # what does not finish in time is interrupted
 
 
 def test_an_update_that_was_skipped_trained_nothing():

@@ -16,10 +16,10 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.routing import Route
 
-from harnessed.gateway import closings, lifecycle, recording
+from harnessed.gateway import closings, lifecycle, metrics, recording
+from harnessed.gateway.attempts import Attempts
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
-from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
 from harnessed.gateway.openapi import description_routes
 from harnessed.gateway.operations import Operation, Packed, query
@@ -35,8 +35,10 @@ from harnessed.records import (
     EngineSpec,
     Event,
     Examination,
+    Fate,
     Group,
     GroupSpec,
+    Metrics,
     Record,
     Reward,
     Rollout,
@@ -74,12 +76,12 @@ class Api:
     """The control routes of one gateway."""
 
     def __init__(
-        self, store: Store, engines: Engines, exchange: Exchange, peers: Peers, keyring: Keyring, board: Board
+        self, store: Store, engines: Engines, attempts: Attempts, peers: Peers, keyring: Keyring, board: Board
     ) -> None:
         self._store = store
         self._peers = peers
         self._engines = engines
-        self._exchange = exchange
+        self._attempts = attempts
         self._keyring = keyring
         self._board = board
         self._stopping = False
@@ -99,6 +101,9 @@ class Api:
             Operation("GET", "/api/runs/{run}/template", self.examine_template),
             Operation("GET", "/api/runs/{run}/totals", self.get_totals),
             Operation("POST", "/api/runs/{run}/cancel", self.cancel_run),
+            Operation("POST", "/api/runs/{run}/metrics", self.post_metrics),
+            Operation("GET", "/api/runs/{run}/metrics", self.list_metrics, query={"after": int}),
+            Operation("POST", "/api/runs/{run}/fates", self.post_fates),
             Operation("GET", "/api/runs/{run}/turnstile", self.get_turnstile),
             Operation("POST", "/api/runs/{run}/turnstile/close", self.close_turnstile),
             Operation("POST", "/api/runs/{run}/turnstile/renew", self.renew_turnstile),
@@ -132,7 +137,7 @@ class Api:
         return [*(each.route(self._keyring) for each in operations), *description_routes(operations)]
 
     async def create_run(self, request: Request, body: RunSpec) -> RunSpec:
-        await asyncio.to_thread(self._exchange.policy, body.policy)
+        await asyncio.to_thread(self._attempts.policy, body.policy)
         return await self._store.write(lambda connection: lifecycle.create_run(connection, body, time.time()))
 
     async def examine_template(self, request: Request) -> Examination:
@@ -140,12 +145,24 @@ class Api:
         run = known.get(request.path_params["run"])
         if run is None:
             raise Refused(404, f"no run {request.path_params['run']}")
-        template = await asyncio.to_thread(self._exchange.policy, run.policy)
+        template = await asyncio.to_thread(self._attempts.policy, run.policy)
         return await asyncio.to_thread(examine, template)
 
     async def get_totals(self, request: Request) -> Totals:
         run = request.path_params["run"]
         return await self._store.read(lambda connection: recording.totals(connection, run))
+
+    async def post_metrics(self, request: Request, body: Metrics) -> None:
+        run = request.path_params["run"]
+        await self._store.write(lambda connection: metrics.append(connection, run, body, time.time()))
+
+    async def list_metrics(self, request: Request) -> list[Metrics]:
+        run, after = request.path_params["run"], int(query(request, "after"))
+        return await self._store.read(lambda connection: metrics.after(connection, run, after))
+
+    async def post_fates(self, request: Request, body: dict[str, dict[Fate, int]]) -> None:
+        run = request.path_params["run"]
+        await self._store.write(lambda connection: metrics.keep_fates(connection, run, body))
 
     async def get_turnstile(self, request: Request) -> Turnstile:
         return await self._peers.turnstile(request.path_params["run"])
@@ -209,7 +226,7 @@ class Api:
     @contextlib.asynccontextmanager
     async def _ending(self, rollouts: list[str], limit_s: float) -> AsyncIterator[None]:
         """Around the end of attempts, at this gateway and at the others."""
-        async with self._exchange.closing(rollouts, limit_s), self._peers.ending(rollouts, limit_s):
+        async with self._attempts.ending(rollouts, limit_s), self._peers.ending(rollouts, limit_s):
             yield
 
     async def get_transcripts(self, request: Request) -> Packed:

@@ -21,20 +21,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from harnessed.config import Gateway
 from harnessed.gateway import lifecycle
 from harnessed.gateway.api import CANCEL_LIMIT_S, Api
+from harnessed.gateway.attempts import Attempts
 from harnessed.gateway.delivery import RESET
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.instruments import Instruments, Readings
+from harnessed.gateway.intake import Intake
 from harnessed.gateway.keys import Keyring
 from harnessed.gateway.peers import Peers
 from harnessed.gateway.probes import probe_routes
 from harnessed.gateway.progress import Calls
 from harnessed.gateway.retention import keep_small
 from harnessed.gateway.routes import model_routes
+from harnessed.gateway.sampling import Sampler
 from harnessed.gateway.status import Board
 from harnessed.gateway.store import Store
 from harnessed.gateway.surroundings import Surroundings
 from harnessed.gateway.turnstile import Turnstiles
+from harnessed.gateway.web.pages import Pages
 
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
@@ -90,6 +94,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 access_log=False,
                 log_config=None,
+                proxy_headers=False,
                 log_level="warning",
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_S,
@@ -127,42 +132,47 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     engines = Engines(settings.generation_limit_s)
     await engines.keep(await store.read(lifecycle.list_engines))
     turnstiles = Turnstiles()
-    exchange = Exchange(store, engines, keyring, turnstiles, id, settings.body_mb << 20)
-    peers = Peers(store, id, name, turnstiles, exchange)
+    sampler = Sampler(store, engines, turnstiles)
+    attempts = Attempts(store, engines, sampler, id)
+    intake = Intake(engines, settings.body_mb << 20)
+    exchange = Exchange(store, attempts, intake, sampler, keyring, id)
+    peers = Peers(store, id, name, turnstiles, attempts)
     await peers.join()
     surroundings = Surroundings(store)
     board = Board(id, calls, store, engines, turnstiles, surroundings)
-    readings = Readings(calls, exchange, store, engines, turnstiles, surroundings)
+    readings = Readings(calls, attempts, store, engines, turnstiles, surroundings)
     instruments.registry.register(readings)
-    api = Api(store, engines, exchange, peers, keyring, board)
-    tasks = [peers.run(), _expire(store, exchange), keep_small(store, settings.keep_days)]
+    api = Api(store, engines, attempts, peers, keyring, board)
+    tasks = [peers.run(), _expire(store, attempts), keep_small(store, settings.keep_days)]
     running = [asyncio.create_task(task) for task in tasks]
     try:
         application = Starlette(
             routes=[
                 *model_routes(exchange, calls),
                 *api.routes(),
+                *Pages(store, attempts, keyring).routes(),
                 *probe_routes(board, instruments, readings, keyring),
             ]
         )
         application.state.stop = api.stop
         application.state.exchange, application.state.store = exchange, store
+        application.state.attempts = attempts
         application.state.operations = api.operations()
         application.state.turnstiles = turnstiles
         yield application
     finally:
         for task in running:
             task.cancel()
-        exchange.close()
+        intake.close()
         await engines.close()
         await peers.leave()
         await store.close()
 
 
-async def _expire(store: Store, exchange: Exchange) -> None:
+async def _expire(store: Store, attempts: Attempts) -> None:
     """Take attempts from controllers that no longer renew."""
     while True:
         await asyncio.sleep(_EXPIRY_S)
         if overdue := await store.read(lambda connection: lifecycle.overdue(connection, time.time())):
-            async with exchange.closing(overdue, CANCEL_LIMIT_S):
+            async with attempts.ending(overdue, CANCEL_LIMIT_S):
                 await store.write(partial(lifecycle.expire, rollouts=overdue, now=time.time()))

@@ -1,6 +1,6 @@
 """What the store knows of an attempt and this process does not: from before it, or from the other gateways.
 
-`exchange.py` loads attempts with it and, where several gateways share the store, brings them up to date before it uses
+`attempts.py` loads attempts with it and, where several gateways share the store, brings them up to date before it uses
 their transcripts. What has begun elsewhere is mirrored by a `Pending` with the name of its gateway, so that a
 retry finds it, and limits count it.
 """

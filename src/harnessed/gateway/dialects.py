@@ -44,6 +44,8 @@ class Generation:
     def after(self, kept: "Generated") -> "Generation":
         """The rest of an answer that was broken off; with another seed, or the same numbers would be drawn twice."""
         sampled = len(kept.tokens)
+        if not sampled:
+            return self
         return replace(
             self,
             prompt=self.prompt + array("i", kept.tokens).tobytes(),
@@ -69,6 +71,8 @@ class Generated:
 
     def then(self, more: "Generated") -> "Generated":
         """An answer that was broken off, with what followed."""
+        if not self.tokens:
+            return more
         with_logprobs = len(self.logprobs) == len(self.tokens) and len(more.logprobs) == len(more.tokens)
         return replace(
             more,

@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
+from harnessed.gateway.attempts import Attempts
 from harnessed.gateway.engines import Engines
-from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.progress import ENCODER, Calls, Outcome, Progress
 from harnessed.gateway.store import Store
 from harnessed.gateway.surroundings import Surroundings
@@ -90,14 +90,14 @@ class Readings(Collector):
     def __init__(
         self,
         calls: Calls,
-        exchange: Exchange,
+        attempts: Attempts,
         store: Store,
         engines: Engines,
         turnstiles: Turnstiles,
         surroundings: Surroundings,
     ) -> None:
         self._calls = calls
-        self._exchange = exchange
+        self._attempts = attempts
         self._store = store
         self._engines = engines
         self._turnstiles = turnstiles
@@ -139,7 +139,7 @@ class Readings(Collector):
         yield GaugeMetricFamily(
             "harnessed_encoding", "Large requests that are read and encoded, or wait for it", waits[ENCODER]
         )
-        yield GaugeMetricFamily("harnessed_sessions", "Attempts in memory", self._exchange.sessions)
+        yield GaugeMetricFamily("harnessed_sessions", "Attempts in memory", len(self._attempts))
 
     def _of_engines(self) -> Iterator[Metric]:
         in_flight = GaugeMetricFamily(

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from harnessed.config import ConfigError
 from harnessed.gateway.keys import Keyring, Scope
 from harnessed.gateway.store import Refused
+from harnessed.gateway.web.cookie import sent_key
 
 T = TypeVar("T")
 
@@ -55,7 +56,7 @@ class Operation:
 
     def route(self, keyring: Keyring) -> Route:
         async def endpoint(request: Request) -> Response:
-            key = keyring.read(request.headers.get("authorization", "").removeprefix("Bearer ").strip())
+            key = keyring.read(sent_key(request, keyring))
             if key is None:
                 return _error(401, "send a key that this gateway made as `Authorization: Bearer KEY`")
             if key.scope not in self.opens:

@@ -127,8 +127,9 @@ def record_answers(
     refused and failed requests that have not been overcome. Raises Refused: 409 if the attempt has ended, 503 if the
     call is not this gateway's any more.
     """
-    call, mine = answers[0].call, is_of(nodes.c.rollout, nodes.c.attempt, attempt)
+    call = answers[0].call
     if connection.execute(_ANSWERED, {"call": call, "time": now}).rowcount == 0:
+        mine = is_of(nodes.c.rollout, nodes.c.attempt, attempt)
         numbers = connection.execute(select(nodes.c.number).where(mine, nodes.c.call == call)).scalars().all()
         if len(numbers) != len(answers):
             raise Refused(503, f"call {call} was given up for lost; its answer is not kept")
@@ -165,8 +166,10 @@ def record_answers(
         }
         for node in answers
     ]
-    if begun and connection.execute(delete(nodes).where(mine, nodes.c.number.in_(begun))).rowcount != len(begun):
-        raise Refused(503, "another gateway has gone on with this answer; this one is not kept")
+    if begun:
+        theirs = and_(is_of(nodes.c.rollout, nodes.c.attempt, attempt), nodes.c.number.in_(begun))
+        if connection.execute(delete(nodes).where(theirs)).rowcount != len(begun):
+            raise Refused(503, "another gateway has gone on with this answer; this one is not kept")
     connection.execute(_KEEP, rows)
 
 

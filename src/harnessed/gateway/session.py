@@ -11,8 +11,11 @@ from harnessed.gateway.progress import Stage, stage
 from harnessed.gateway.recording import AttemptId, Faults
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Digest, Place, Tree
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import Turn, Wanted, WireError
 from harnessed.records import History, Limits, Node, Sampling, SideCall
+
+_BEGINNINGS = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +79,21 @@ class Session:
     """Answers that an engine broke off and nobody goes on with: the same request gets the rest."""
     faults: Faults = field(default_factory=dict)
     """Requests that were refused or failed and have not been answered since."""
+    beginnings: list[Beginning] = field(default_factory=list)
+    """Of its last requests, the last one first: agents ask several questions at once, or in turns."""
+    read_aside: int = 0
+    """Requests that are read in a thread now; what comes behind one is read behind it."""
     ended: bool = False
     """Its attempt has ended; who still holds the session admits nothing more."""
+
+    def beginning(self, body: bytes) -> Beginning | None:
+        """What is known of a request."""
+        return next((each for each in self.beginnings if each.begins(body)), None)
+
+    def remember(self, beginning: Beginning | None, known: Beginning | None) -> None:
+        """A request was read, of which `known` was known."""
+        if beginning:
+            self.beginnings = [beginning, *(each for each in self.beginnings if each is not known)][:_BEGINNINGS]
 
     @property
     def answers_at_once(self) -> int:

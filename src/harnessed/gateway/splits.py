@@ -4,7 +4,7 @@ With `history: exact` a request goes on from the tokens of the answer that it re
 deployed template (`history: template`), an engine that only speaks chat, or a harness (bare prompts) made the context.
 It follows the deepest answer, of *all* branches, that it repeats to the last character or token; where that is not the
 answer that the messages repeat, the conversation goes on in a new row, and the kind of the split is kept with the node.
-`exchange.py` calls this.
+`intake.py` calls this.
 """
 
 from array import array

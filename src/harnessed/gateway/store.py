@@ -73,6 +73,8 @@ class Store:
         """Whether other gateways may use it too."""
         self.trouble = ""
         """Why the last commit failed; empty if it did not."""
+        self.waiting = 0
+        """Writes that are not committed yet."""
         self._folder = None if self.shared else Path(make_url(url).database or "").parent
         self._engine = _postgresql(url, client) if self.shared else _sqlite(url, power_safe)
         try:
@@ -81,7 +83,9 @@ class Store:
                 migrate(connection)
         except DBAPIError as error:
             raise ConfigError(f"gateway.database: cannot use it: {' '.join(str(error.orig).split())}") from error
-        self._queue: queue.SimpleQueue[Queued | None] = queue.SimpleQueue()
+        self._gathered: list[Queued] = []
+        """Writes that the thread does not have yet."""
+        self._queue: queue.SimpleQueue[list[Queued] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._thread = threading.Thread(target=self._commit_groups, name="store", daemon=True)
@@ -90,13 +94,26 @@ class Store:
     async def write(self, work: Work[T]) -> T:
         """Run `work` in the next group commit; its result after the commit, or what it raised."""
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put((work, future))
+        self._gather((work, future))
         # Shielded: a client that goes away must not cancel a future that the writer thread will resolve.
         return await asyncio.shield(future)
 
     def write_soon(self, work: Work[None]) -> None:
         """Run `work` in the next group commit, in the order of all writes, without waiting for it."""
-        self._queue.put((work, None))
+        self._gather((work, None))
+
+    def _gather(self, queued: Queued) -> None:
+        """What is written in one turn of the event loop goes to the thread together: to wake it costs as much as a
+        write, and so does a commit."""
+        if not self._gathered:
+            self._loop.call_soon(self._hand_over)
+        self._gathered.append(queued)
+        self.waiting += 1
+
+    def _hand_over(self) -> None:
+        if self._gathered:
+            self._queue.put(self._gathered)
+            self._gathered = []
 
     async def read(self, work: Work[T]) -> T:
         """Run a query on a connection of its own, in a thread; it sees every write that was queued before."""
@@ -117,13 +134,9 @@ class Store:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    @property
-    def waiting(self) -> int:
-        """Writes before the writer."""
-        return self._queue.qsize()
-
     async def close(self) -> None:
         """Commit what is queued and close the database."""
+        self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, 30)
         self._engine.dispose()
@@ -131,11 +144,11 @@ class Store:
     def _commit_groups(self) -> None:
         closing = False
         while not closing:
-            batch = [self._queue.get()]
+            handed_over = [self._queue.get()]
             while not self._queue.empty():
-                batch.append(self._queue.get())
-            closing = None in batch
-            if work := [item for item in batch if item is not None]:
+                handed_over.append(self._queue.get())
+            closing = None in handed_over
+            if work := [queued for each in handed_over if each for queued in each]:
                 started = time.perf_counter()
                 self._commit(work)
                 self._committed(len(work), time.perf_counter() - started)
@@ -187,6 +200,7 @@ class Store:
             connection.execute(_LOCK, {"number": _WRITERS_LOCK})
 
     def _resolve(self, done: list[Result], wake: bool) -> None:
+        self.waiting -= len(done)
         for future, result, error in done:
             if future is None:
                 if error:

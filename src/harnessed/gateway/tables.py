@@ -96,7 +96,7 @@ rollouts = Table(
     "rollouts",
     schema,
     Column("id", String, primary_key=True),
-    Column("run", String, nullable=False, index=True),
+    Column("run", String, nullable=False),
     Column("group", String, nullable=False, index=True),
     Column("index", Integer, nullable=False),
     Column("purpose", String, nullable=False),
@@ -110,6 +110,8 @@ rollouts = Table(
     Column("started", Float),
     Column("finished", Float),
     Index("rollouts_by_state", "state", "created"),
+    Index("rollouts_by_age", "run", "created", "id"),
+    Index("rollouts_by_outcome", "run", "purpose", "state", "outcome", "reward", "finished"),
 )
 
 attempts = Table(
@@ -183,6 +185,24 @@ events = Table(
     Column("type", String, nullable=False),
     Column("data", JSON, nullable=False),
     Column("time", Float, nullable=False),
+)
+
+metrics = Table(
+    "metrics",
+    schema,
+    Column("number", Integer, primary_key=True, autoincrement=True),
+    Column("run", String, nullable=False),
+    Column("step", Integer, nullable=False),
+    Column("values", JSON, nullable=False),
+    Column("time", Float, nullable=False),
+    Index("metrics_by_run", "run", "number"),
+)
+
+fates = Table(
+    "fates",
+    schema,
+    Column("rollout", String, primary_key=True),
+    Column("tokens", JSON, nullable=False),  # fate -> sampled tokens, as its trainer booked them
 )
 
 changes = Table(

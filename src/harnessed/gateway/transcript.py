@@ -4,7 +4,7 @@ A request is a list of messages. Folding its messages one by one into a digest g
 the transcript knows the names of all conversations that end in one of its answers; so the deepest answer that a
 request repeats is found in one pass. What follows it is new and becomes the segment of the next node; answers in there
 that are known from elsewhere in the transcript (a history that was edited, compacted, or ends in a message that changes
-from turn to turn) are spliced in by their sampled tokens. `exchange.py` is the only caller; what makes two messages the
+from turn to turn) are spliced in by their sampled tokens. `intake.py` is the only caller; what makes two messages the
 same is in `matching.py`.
 """
 
@@ -77,6 +77,12 @@ class Tree:
     """Call -> the nodes that answer it."""
     _ends: dict[int, Digest] = field(default_factory=dict)
     """Node -> the digest of the conversation that ends in it."""
+    _lengths: dict[int, int] = field(default_factory=dict)
+    """Node -> the tokens of everything up to and including its answer."""
+    _context: tuple[int, bytes] = (0, b"")
+    """The node whose context was asked for last, and that context; most go on from it."""
+    _last: tuple[list[Message], list[Digest]] = field(default_factory=lambda: ([], []))
+    """Messages of the last request, and the digests of its beginnings, from the empty one on."""
 
     @classmethod
     def of(cls, nodes: list[Node]) -> "Tree":
@@ -93,18 +99,39 @@ class Tree:
         self.add(node, digest)
 
     def place(self, messages: list[Message], tools: list[Message]) -> Place:
-        digest = _start(tools)
-        follows, after = 0, 0
+        digests = self._beginnings(messages, _start(tools))
         repeated: dict[Digest, Message] = {}
+        follows, after = 0, 0
         for index, message in enumerate(messages):
-            digest = self._fold(digest, message)
-            if message["role"] == "assistant" and (same := self._conversations.get(digest)):
-                follows, after = self._meant(message, same), index + 1
-                repeated[digest] = message
+            if message["role"] == "assistant" and digests[index + 1] in self._conversations:
+                repeated[digests[index + 1]] = message
+                after = index + 1
+        if after:
+            follows = self._meant(messages[after - 1], self._conversations[digests[after]])
         new = messages[after:]
         # A conversation cannot begin with an answer: there was a prompt before it, which nobody knows any more.
         known = {i: node for i, m in enumerate(new) if (i or follows) and (node := self._known(m))}
-        return Place(follows, new, known, digest, repeated)
+        return Place(follows, new, known, digests[-1], repeated)
+
+    def _beginnings(self, messages: list[Message], start: Digest) -> list[Digest]:
+        """The digests of all beginnings of a request. What begins with the very messages of the last one is known, as
+        far as their call ids were: the others may yet come to name an answer."""
+        before, known = self._last
+        same = 0
+        if known and known[0] == start:
+            same = next(
+                (i for i, (a, b) in enumerate(zip(before, messages, strict=False)) if a is not b),
+                min(len(before), len(messages)),
+            )
+        digests = known[: same + 1] if known and same else [start]
+        for message in messages[same:]:
+            digests.append(self._fold(digests[-1], message))
+        settled = next((i for i, m in enumerate(messages[same:], same) if not self._is_settled(m)), len(messages))
+        self._last = messages[:settled], digests[: settled + 1]
+        return digests
+
+    def _is_settled(self, message: Message) -> bool:
+        return message["role"] != "assistant" or all(id in self._ids for id in call_ids(message))
 
     def segment(self, place: Place, tools: list[Message], template: ChatTemplate) -> Segment:
         """Encode what is new, after exactly what was sampled (`history: exact`). Raises TemplateError."""
@@ -152,6 +179,7 @@ class Tree:
         self.nodes[node.number] = node
         self._prompts[node.number] = prompt
         self._calls.setdefault(node.call, []).append(node.number)
+        self._lengths[node.number] = self.length(node.parent) + len(node.segment) // 4 + node.sampled - node.cut
         if node.finish == INTERRUPTED:
             return  # nobody got it, so nobody can repeat it
         self.children.setdefault(node.parent, []).append(node.number)
@@ -191,8 +219,7 @@ class Tree:
 
     def length(self, number: int) -> int:
         """Tokens of everything up to and including the answer of a node (0: none)."""
-        nodes = [self.nodes[each] for each in self.path(number)]
-        return sum(len(node.segment) // 4 + node.sampled - node.cut for node in nodes)
+        return self._lengths[number] if number else 0
 
     def path(self, number: int) -> list[int]:
         """The nodes whose tokens lead to a node's answer, with it."""
@@ -200,10 +227,22 @@ class Tree:
 
     def context(self, number: int, cut: int = 0) -> bytes:
         """int32 ids of everything up to and including the answer of a node (0: nothing), without its last `cut`."""
+        known, tokens = self._context
+        if known != number:
+            tokens = self._joined(number)
+            self._context = number, tokens
+        return tokens[: len(tokens) - 4 * cut]
+
+    def _joined(self, number: int) -> bytes:
+        known, tokens = self._context
         pieces: list[bytes] = []
-        for node in map(self.nodes.__getitem__, reversed(self.path(number))):
+        cut = 0
+        while number != known and number:
+            node = self.nodes[number]
             pieces += (node.answer[: len(node.answer) - 4 * cut], node.segment)
-            cut = node.cut
+            number, cut = node.parent, node.cut
+        if number:
+            pieces.append(tokens[: len(tokens) - 4 * cut])
         return b"".join(reversed(pieces))
 
     def _answered(self, call: str) -> int:

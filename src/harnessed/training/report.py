@@ -1,10 +1,12 @@
 """What a run leaves in its folder for people and scripts: metrics.jsonl, transcripts.jsonl, summary.json.
 
-The trainer and `harnessed eval` write through here; every line is on disk when the call returns.
+The trainer and `harnessed eval` write through here; every line is on disk when the call returns. Metrics and fates are
+posted to the gateway as well, whose dashboard shows them.
 """
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import Any
 
 import orjson
 
-from harnessed.records import Attempt, Node, Outcome, Task, Transcript
+from harnessed.client import ApiError, Call, Client, Unreachable, post_fates, post_metrics
+from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript
 from harnessed.training.samples import Fates
 
 
@@ -84,15 +87,23 @@ class Summary:
 
 
 class Report:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, gateway: Client, run: str, note: Callable[[str], None]) -> None:
+        """`note` tells a person what could not be posted."""
         self._folder = folder
+        self._gateway = gateway
+        self._run = run
+        self._note = note
         self.fates: Fates = Counter()
         """Of every rollout that was written."""
         self.outcomes: Counter[str] = Counter()
         self._written: set[str] = set()
+        self._to_post: dict[str, dict[Fate, int]] = {}
+        """Fates of rollouts that the gateway has not heard of."""
 
     def metrics(self, metrics: dict[str, Any]) -> None:
         self._append("metrics.jsonl", metrics)
+        self._post_fates()
+        self._post(post_metrics(self._run, Metrics(step=metrics["step"], values=metrics)))
 
     def transcript(self, transcript: Transcript, task: Task, fates: Fates, step: int | None) -> None:
         """Take the final fates of a rollout into the books, and keep its conversations for people.
@@ -104,6 +115,7 @@ class Report:
             return
         self._written.add(rollout.id)
         self.fates += fates
+        self._to_post[rollout.id] = dict(fates)
         self.outcomes[rollout.outcome or "unfinished"] += 1
         self._append(
             "transcripts.jsonl",
@@ -125,6 +137,19 @@ class Report:
     def summary(self, summary: Summary) -> None:
         text = json.dumps(asdict(summary), indent=2) + "\n"
         (self._folder / "summary.json").write_text(text, encoding="utf-8")
+        self._post_fates()
+
+    def _post_fates(self) -> None:
+        if self._to_post:
+            self._post(post_fates(self._run, self._to_post))
+            self._to_post = {}
+
+    def _post(self, call: Call[None]) -> None:
+        """The books are in the folder: a dashboard with a gap in its curves is no reason to end a run."""
+        try:
+            self._gateway(call)
+        except (ApiError, Unreachable) as error:
+            self._note(f"the dashboard will not show this step: {error}")
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with (self._folder / name).open("ab") as file:

@@ -88,7 +88,7 @@ class Trainer:
         self._train_tasks = train_tasks
         self._held_out_tasks = held_out_tasks
         self._restarts = restarts
-        self._report = Report(folder)
+        self._report = Report(folder, gateway, run, display.note)
         self._started = time.monotonic()
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []

@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from harnessed.gateway.wire.growing import Beginning, beginning_of
 from harnessed.gateway.wire.turn import WireError
 
 MOST_STOP_STRINGS = 16
@@ -27,9 +28,19 @@ def read_object(body: bytes) -> dict[str, Any]:
     return request
 
 
-def objects(request: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def read_growing(body: bytes, name: str, before: Beginning | None) -> tuple[dict[str, Any], int, Beginning | None]:
+    """A request with a list of objects that grows from request to request; how many of these are those of `before`,
+    with which the body begins; and its own beginning."""
+    if before and before.name == name and (read := before.go_on(body)):
+        return read[0], len(before.items), read[1]
+    request = read_object(body)
+    return request, 0, beginning_of(body, request, name)
+
+
+def objects(request: dict[str, Any], name: str, known: int = 0) -> list[dict[str, Any]]:
+    """A list, of which so many items were read before."""
     value = request.get(name) or []
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in (value[known:] if known else value)):
         raise invalid(f"`{name}` must be a list of objects")
     return value
 

@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import grammar_of, invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.body import grammar_of, invalid, objects, read_growing, texts, whole_number
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
 MOST_CHOICES = 128
@@ -16,23 +17,22 @@ _TOLD = ("role", "content", "reasoning_content", "tool_calls")
 """Of a message in a stream, everything that has an event of its own."""
 
 
-def parse(body: bytes, _: Address) -> Turn:
+def parse(body: bytes, _: Address, before: Beginning | None = None) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
-    request = read_object(body)
+    request, known, beginning = read_growing(body, "messages", before)
     options = request.get("stream_options") or {}
     if not isinstance(options, dict):
         raise invalid("`stream_options` must be an object")
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
-    messages = objects(request, "messages")
+    messages = objects(request, "messages", known)
     if not messages:
         raise invalid("`messages` must hold at least one message")
-    for message in messages:
+    for message in messages[known:]:
         if not isinstance(message.get("role"), str):
             raise invalid("every message needs a `role`")
-        if not isinstance(message.get("tool_calls") or [], list) or not all(
-            isinstance(call, dict) for call in message.get("tool_calls") or []
-        ):
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise invalid("`tool_calls` of a message must be a list of objects")
     return Turn(
         messages=messages,
@@ -49,6 +49,8 @@ def parse(body: bytes, _: Address) -> Turn:
         usage=bool(options.get("include_usage")),
         logprobs=bool(request.get("logprobs")),
         asked={key: value for key, value in request.items() if key not in ("messages", "tools")},
+        beginning=beginning,
+        known=known,
     )
 
 

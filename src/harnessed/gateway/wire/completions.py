@@ -11,6 +11,7 @@ import orjson
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import invalid, read_object, texts, whole_number
 from harnessed.gateway.wire.chat import MOST_CHOICES, event, render_error, render_models, usage
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import POLICY, PROMPT, Address, Reply, Turn, Wanted
 
 __all__ = ["Stream", "parse", "render", "render_error", "render_models"]
@@ -19,7 +20,7 @@ MAX_TOKENS = 16
 """Where a request says nothing, as OpenAI has it."""
 
 
-def parse(body: bytes, _: Address) -> Turn:
+def parse(body: bytes, _: Address, __: Beginning | None = None) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
     request = read_object(body)
     options = request.get("stream_options") or {}

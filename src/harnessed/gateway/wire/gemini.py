@@ -12,8 +12,9 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import image, invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.body import image, invalid, objects, read_growing, texts, whole_number
 from harnessed.gateway.wire.chat import MOST_CHOICES
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.messages import parsed
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
@@ -34,12 +35,12 @@ _MODES = (None, "", "MODE_UNSPECIFIED", "AUTO", "VALIDATED", "NONE")
 _MESSAGES = ("contents", "systemInstruction", "system_instruction", "tools")
 
 
-def parse(body: bytes, at: Address) -> Turn:
+def parse(body: bytes, at: Address, before: Beginning | None = None) -> Turn:
     """The Turn of a request body and its path. Raises WireError (400, 404)."""
     method = at.get("method", "")
     if method and method not in METHODS:
         raise WireError(404, "not_found", f"there is no method {method}; there are {', '.join(METHODS)}")
-    request = read_object(body)
+    request, _known, beginning = read_growing(body, "contents", before)
     if not method:
         request = _object(request, "generateContentRequest") or request
     config = _object(request, "generationConfig", "generation_config")
@@ -62,6 +63,7 @@ def parse(body: bytes, at: Address) -> Turn:
         stream=method == METHODS[1],
         events=at.get("alt") == "sse",
         asked={"model": at["model"]} | {key: value for key, value in request.items() if key not in _MESSAGES},
+        beginning=beginning,
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import image, invalid, objects, read_object, texts, whole_number
+from harnessed.gateway.wire.body import image, invalid, objects, read_growing, texts, whole_number
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -24,9 +25,9 @@ _ERRORS = {
 }
 
 
-def parse(body: bytes, _: Address) -> Turn:
+def parse(body: bytes, _: Address, before: Beginning | None = None) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
-    request = read_object(body)
+    request, _known, beginning = read_growing(body, "messages", before)
     choice = request.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") not in ("auto", "none"):
         raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
@@ -47,6 +48,7 @@ def parse(body: bytes, _: Address) -> Turn:
         ),
         stream=bool(request.get("stream")),
         asked={key: value for key, value in request.items() if key not in ("messages", "system", "tools")},
+        beginning=beginning,
     )
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import orjson
 
 from harnessed.gateway.reading import Piece
-from harnessed.gateway.wire.body import grammar_of, image, invalid, objects, read_object, whole_number
+from harnessed.gateway.wire.body import grammar_of, image, invalid, objects, read_growing, whole_number
 from harnessed.gateway.wire.chat import render_error, render_models
+from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, REFERENCE, Address, Choice, Reply, Turn, Wanted
 
 __all__ = ["Stream", "parse", "render", "render_error", "render_models"]
@@ -24,9 +25,9 @@ _REFERENCES = {"rs": "reasoning", "msg": "message", "fc": "function_call"}
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def parse(body: bytes, _: Address) -> Turn:
+def parse(body: bytes, _: Address, before: Beginning | None = None) -> Turn:
     """The Turn of a request body. Raises WireError (400)."""
-    request = read_object(body)
+    request, _known, beginning = read_growing(body, "input", before)
     if request.get("tool_choice") not in (None, "auto", "none"):
         raise invalid("a forced tool call is not supported: leave `tool_choice` out, or send auto or none")
     said = request.get("input")
@@ -51,6 +52,7 @@ def parse(body: bytes, _: Address) -> Turn:
             str(tool.get("name")) for tool in objects(request, "tools") if tool.get("type") == "namespace"
         ),
         asked={key: value for key, value in request.items() if key not in ("input", "instructions", "tools")},
+        beginning=beginning,
     )
 
 

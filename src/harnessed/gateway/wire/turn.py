@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from harnessed.gateway.formats import Format, Types, declared
 from harnessed.gateway.reading import Piece, Reader
+from harnessed.gateway.wire.growing import Beginning
 
 POLICY = "policy"
 """A name for the run's policy, which is served under every name."""
@@ -60,6 +61,10 @@ class Turn:
     """Whether a stream is to tell how many tokens there were."""
     asked: dict[str, Any] = field(default_factory=dict)
     """The request without messages and tools, kept beside the call."""
+    beginning: Beginning | None = field(default=None, repr=False, compare=False)
+    """Of its body, with which the next request may begin too."""
+    known: int = field(default=0, compare=False)
+    """So many of its messages are those of an earlier request, the very ones."""
 
     @property
     def types(self) -> Types | None:
@@ -121,7 +126,7 @@ class Wire(Protocol):
 
     __name__: str
 
-    def parse(self, body: bytes, at: Address, /) -> Turn: ...
+    def parse(self, body: bytes, at: Address, before: Beginning | None = None, /) -> Turn: ...
 
     def render(self, reply: Reply) -> bytes: ...
 

@@ -1,0 +1,1 @@
+"""The dashboard: pages for people who watch runs, served by the gateway behind its admin key."""

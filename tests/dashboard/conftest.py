@@ -21,6 +21,8 @@ def chromium(tmp_path_factory):
     """The address of one browser for all tests: to start it costs seconds."""
     # As root, where tests often run, Chromium's own sandbox cannot start.
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+    if shutil.which(CHROMIUM) is None:
+        pytest.skip("no Chromium is installed (Debian: apt-get install chromium)")
     folder = tmp_path_factory.mktemp("chromium")
     with subprocess.Popen(
         [CHROMIUM, *options, f"--user-data-dir={folder}"], stderr=subprocess.PIPE, text=True

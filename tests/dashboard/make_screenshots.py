@@ -15,6 +15,7 @@ from playwright.async_api import async_playwright
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests/gateway")]
 
+from conftest import CHROMIUM  # noqa: E402
 from conversation import ISSUE, LOOK, SYSTEM, Agent, play_group, prepare  # noqa: E402
 from history import write_run, write_steps  # noqa: E402
 from house import House  # noqa: E402
@@ -76,7 +77,7 @@ async def work(house: House) -> list[asyncio.Task]:
 
 async def photograph(house: House, folder: Path) -> None:
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         for name, (address, height) in PAGES.items():
             for scheme in ("light", "dark") if name == "run" else ("light",):
                 page = await browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=scheme)

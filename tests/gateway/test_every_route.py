@@ -181,7 +181,7 @@ def control_routes(house, attempt):
     """(method, path) of every route that is no call of the model, with this attempt's names filled in."""
     names = {"rollout": attempt.rollout, "n:int": "1", "run": "r", "group": "g"}
     for operation in house.operations:
-        yield operation.method, re.sub(r"\{([^}]+)\}", lambda match: names[match[1]], operation.path)
+        yield operation.method, re.sub(r"\{([^}]+)\}", lambda match: names.get(match[1], "1"), operation.path)
 
 
 async def test_an_agents_key_opens_calls_and_its_own_events_and_nothing_else(house):

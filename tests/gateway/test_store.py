@@ -154,3 +154,11 @@ async def test_runs_that_rest_lose_what_was_said(house):
     assert len(await rests(1)) == 1
     assert await rests(1e-9) == []
     assert (await house.admin(get_rollout(attempt.rollout))).reward == 1.0
+
+
+async def test_an_sqlite_file_has_one_gateway(tmp_path):
+    store = Store(f"sqlite:///{tmp_path}/a.db")
+    with pytest.raises(ConfigError, match="another gateway uses"):
+        Store(f"sqlite:///{tmp_path}/a.db")
+    await store.close()
+    await Store(f"sqlite:///{tmp_path}/a.db").close()

@@ -16,13 +16,15 @@ from pathlib import Path
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from harnessed.config import Gateway
 from harnessed.gateway import lifecycle
 from harnessed.gateway.api import CANCEL_LIMIT_S, Api
 from harnessed.gateway.attempts import Attempts
-from harnessed.gateway.delivery import RESET
+from harnessed.gateway.delivery import CONNECTION
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.instruments import Instruments, Readings
@@ -32,7 +34,7 @@ from harnessed.gateway.peers import Peers
 from harnessed.gateway.probes import probe_routes
 from harnessed.gateway.progress import Calls
 from harnessed.gateway.retention import keep_small
-from harnessed.gateway.routes import model_routes
+from harnessed.gateway.routes import model_calls, model_routes
 from harnessed.gateway.sampling import Sampler
 from harnessed.gateway.status import Board
 from harnessed.gateway.store import Store
@@ -69,17 +71,43 @@ def serve(listener: socket.socket, folder: Path, settings: Gateway) -> None:
 
 
 class Connection(HttpToolsProtocol):
-    """Can be reset by the application, by an extension of the scope."""
+    """Known to the application by an extension of the scope: `delivery.Connection`."""
+
+    gone: asyncio.Future[None]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.gone = self.loop.create_future()
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone.set_result(None)
+        super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()  # the application begins after this
-        self.scope["extensions"] = {RESET: {"do": self.reset}}
+        self.scope["extensions"] = {CONNECTION: {"of": self}}
 
     def reset(self) -> None:
-        """Nothing more is sent, and whoever reads is told that the connection broke."""
         at_once = struct.pack("ii", 1, 0)
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
         self.transport.abort()
+
+
+class Application(Starlette):
+    """Calls of the model find their way by their path alone: to try each route costs more than to find one."""
+
+    def __init__(self, calls: dict[str, ASGIApp], routes: list[BaseRoute]) -> None:
+        """`calls`: what is served by POST at a path."""
+        super().__init__(routes=routes)
+        self._calls = calls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = self._calls.get(scope["path"]) if scope["method"] == "POST" else None
+        if call is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["path_params"] = {}
+        await call(scope, receive, send)
 
 
 class Server(uvicorn.Server):
@@ -146,13 +174,14 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     tasks = [peers.run(), _expire(store, attempts), keep_small(store, settings.keep_days)]
     running = [asyncio.create_task(task) for task in tasks]
     try:
-        application = Starlette(
-            routes=[
+        application = Application(
+            model_calls(exchange, calls),
+            [
                 *model_routes(exchange, calls),
                 *api.routes(),
                 *Pages(store, attempts, keyring).routes(),
                 *probe_routes(board, instruments, readings, keyring),
-            ]
+            ],
         )
         application.state.stop = api.stop
         application.state.exchange, application.state.store = exchange, store

@@ -5,14 +5,13 @@ would else cut it off (docs/harnesses.md, "Waiting").
 """
 
 import asyncio
-import contextlib
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
-from starlette.types import Receive, Send
+from starlette.types import Send
 
 from harnessed.gateway.preview import Broken, Unfolding
 from harnessed.gateway.progress import current
@@ -25,32 +24,29 @@ PING_S = 15.0
 """Of silence, before a sign of life."""
 PATIENCE_S = 30.0
 """The same where the answer goes out whole: with its first byte the status is out too, 200, and a failure has none."""
-RESET = "harnessed.reset"
-"""The extension by which a connection is reset."""
+CONNECTION = "harnessed.connection"
+"""The extension of a scope that holds its connection."""
+
+
+class Connection(Protocol):
+    """The connection of a client."""
+
+    gone: asyncio.Future[None]
+    """Done when the client is gone."""
+
+    def reset(self) -> None:
+        """Nothing more is sent, and whoever reads is told that it broke."""
+
+
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 _ONE_VALUE = [(b"content-type", b"application/json"), (b"cache-control", b"no-cache")]
 
 
 async def deliver(
-    send: Send, gone: "asyncio.Task[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
+    send: Send, gone: "asyncio.Future[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
 ) -> bool:
     """Send a call's answer; False if it did not arrive whole. Raises WireError before the first byte."""
     return await (_stream if turn.stream else _whole)(send, gone, wire, session, pending, turn)
-
-
-@contextlib.asynccontextmanager
-async def leaving(receive: Receive) -> "AsyncIterator[asyncio.Task[None]]":
-    """A task that is done when the client is gone."""
-
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    gone = asyncio.create_task(disconnect())
-    try:
-        yield gone
-    finally:
-        gone.cancel()
 
 
 class _Body:
@@ -75,7 +71,7 @@ class _Body:
 
 
 async def _whole(
-    send: Send, gone: "asyncio.Task[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
+    send: Send, gone: "asyncio.Future[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
 ) -> bool:
     """Send the answer once it is recorded; False if the client left before, or if it failed when white space that says
     that it is waited for had gone out. Raises WireError before the first byte."""
@@ -103,7 +99,7 @@ async def _whole(
 
 
 async def _stream(
-    send: Send, gone: "asyncio.Task[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
+    send: Send, gone: "asyncio.Future[None]", wire: Wire, session: Session, pending: Pending, turn: Turn
 ) -> bool:
     """Send the answer as it is made, its end once it is recorded; False if the client left before.
 
@@ -173,7 +169,7 @@ def _logprobs(session: Session, node: Node) -> list[tuple[str, float]]:
 
 
 async def _first(
-    answers: "asyncio.Future[list[Node]]", gone: "asyncio.Task[None]", changes: list[asyncio.Event], limit_s: float
+    answers: "asyncio.Future[list[Node]]", gone: "asyncio.Future[None]", changes: list[asyncio.Event], limit_s: float
 ) -> None:
     """Returns when there are answers, new tokens, or nobody to send them to; or after so long."""
     changing = [asyncio.create_task(change.wait()) for change in changes]

@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -254,11 +255,17 @@ class Engines:
         server.in_flight += 1
         try:
             async with asyncio.timeout_at(running.deadline + LAST_WORDS_S) as limit:
-                ending = asyncio.create_task(self._end_at_the_limit(generation.id, running, limit))
+                ending: list[asyncio.Task[None]] = []
+                end = partial(self._end_at_the_limit, generation.id, running, limit)
+                timer = asyncio.get_running_loop().call_at(
+                    running.deadline, lambda: ending.append(asyncio.create_task(end()))
+                )
                 try:
                     return await self._send(server.spec, generation, preview, pieces)
                 finally:
-                    ending.cancel()
+                    timer.cancel()
+                    for each in ending:
+                        each.cancel()
         except _Lost:
             running.kept = running.kept.then(shown(pieces))
             # It may still run there: an engine does not see at once that its client is gone.
@@ -275,11 +282,9 @@ class Engines:
     async def _end_at_the_limit(self, id: str, running: _Running, limit: asyncio.Timeout) -> None:
         """So that no second generation begins while the first still runs: what can be interrupted answers with its
         tokens; of the others, the connection is closed, which ends a generation of vLLM."""
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(running.deadline - loop.time())
         chats = running.server is not None and running.server.spec.speaks == Dialect.CHAT
         if chats or not await self._end(id):
-            limit.reschedule(loop.time())
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def _end(self, id: str) -> bool:
         """Interrupt a generation where it runs; false: it cannot be."""

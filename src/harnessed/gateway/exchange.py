@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from harnessed.gateway.attempts import Attempts
-from harnessed.gateway.delivery import RESET, deliver, leaving, send_json
+from harnessed.gateway.delivery import CONNECTION, Connection, deliver, send_json
 from harnessed.gateway.intake import Asked, Intake
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
@@ -57,18 +57,19 @@ class Exchange:
             asked = await self._intake.read(wire, session, body, _address(scope))
             progress.streamed = asked.turn.stream
             self._note_delivered(session, asked.proven)
-            async with leaving(receive) as gone:
-                pending = await self._repeated(session, asked.turn, asked.place, _retry_count(scope), gone)
-                if gone.done():
-                    if pending:
-                        pending.waiting -= 1
-                    return
-                pending = pending or self._begin(session, asked)
-                progress.joins(pending.id, pending.stage)
-                arrived = await deliver(send, gone, wire, session, pending, asked.turn)
-                if not (arrived or gone.done()):
-                    progress.breaks(pending.answers)
-                    scope["extensions"][RESET]["do"]()
+            connection: Connection = scope["extensions"][CONNECTION]["of"]
+            gone = connection.gone
+            pending = await self._repeated(session, asked.turn, asked.place, _retry_count(scope), gone)
+            if gone.done():
+                if pending:
+                    pending.waiting -= 1
+                return
+            pending = pending or self._begin(session, asked)
+            progress.joins(pending.id, pending.stage)
+            arrived = await deliver(send, gone, wire, session, pending, asked.turn)
+            if not (arrived or gone.done()):
+                progress.breaks(pending.answers)
+                connection.reset()
         except WireError as error:
             progress.error = error
             await send_json(send, error.status, wire.render_error(error))

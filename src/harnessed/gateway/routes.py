@@ -9,7 +9,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.progress import Calls
@@ -66,6 +66,11 @@ class _Count:
                 progress.error = error
                 response = _json(self.wire.render_error(error), error.status)
             await response(scope, receive, progress.sending(send))
+
+
+def model_calls(exchange: Exchange, calls: Calls) -> dict[str, ASGIApp]:
+    """What is served by POST at the paths without parameters."""
+    return {path: _Calls(exchange, calls, wire) for path, wire in WIRES.items() if "{" not in path}
 
 
 def model_routes(exchange: Exchange, calls: Calls) -> list[Route]:

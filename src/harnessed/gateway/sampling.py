@@ -11,7 +11,9 @@ import secrets
 import string
 import time
 from array import array
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -78,21 +80,21 @@ class Sampler:
         if left < 1:
             self.fault(session, LIMIT, f"budget: the limit of {session.limits.tokens} sampled tokens was reached")
             raise WireError(403, "budget_exhausted", f"this attempt may sample {session.limits.tokens} tokens in all")
-        generation = Generation(
+        sampled = partial(
+            Generation,
             prompt=prompt,
-            max_tokens=min(room, session.sampling.max_tokens, turn.wanted.max_tokens or room),
             temperature=session.sampling.temperature,
             top_p=session.sampling.top_p,
-            seed=0,
             stop=session.template.stop_ids,
             stop_strings=list(turn.wanted.stop),
             messages=turn.messages if segment is None else [],
             tools=turn.tools if segment is None else [],
             grammar=turn.wanted.grammar,
         )
+        most = min(room, session.sampling.max_tokens, turn.wanted.max_tokens or room)
         begun = [] if segment is None else session.take_interrupted(place.prompt, turn.wanted)
         return [
-            _choice(session, segment, replace(generation, seed=_seed(session, choice), id=id), node, free)
+            _choice(session, segment, partial(sampled, seed=_seed(session, choice), id=id), node, most, free)
             for choice, (id, node) in enumerate(zip_longest(generations(call, turn.wanted.n), begun))
         ]
 
@@ -103,8 +105,7 @@ class Sampler:
 
         `previews`, if somebody streams: one for each answer.
         """
-        answers = (self._answer(session, call, *each) for each in zip_longest(choices, previews))
-        given = await asyncio.gather(*answers, return_exceptions=True)
+        given = await _all(self._answer(session, call, *each) for each in zip_longest(choices, previews))
         self._unwanted.discard(call)
         failure = next((error for error in given if isinstance(error, BaseException)), None)
         if failure is None:
@@ -208,16 +209,32 @@ class Sampler:
         self._store.write_soon(lambda connection: record_faults(connection, session.attempt, faults))
 
 
-def _choice(session: Session, segment: Segment | None, generation: Generation, begun: Node | None, free: int) -> Wanted:
-    """`free`: tokens that may be sampled for it; those that it has were counted."""
-    free += begun.sampled if begun else 0
-    generation = replace(generation, max_tokens=min(generation.max_tokens, free))
+def _choice(
+    session: Session,
+    segment: Segment | None,
+    sampled: Callable[..., Generation],
+    begun: Node | None,
+    most: int,
+    free: int,
+) -> Wanted:
+    """`most`: tokens of the answer; `free`: those that may be sampled for it, where what it has was counted before."""
     if begun is None:
-        return Wanted(segment, generation, None)
+        return Wanted(segment, sampled(max_tokens=min(most, free)), None)
     # It goes on where it was begun, whatever the transcript has learnt since.
     segment = Segment(begun.parent, begun.segment, begun.cut, begun.split)
     prompt = session.tree.context(begun.parent, begun.cut) + begun.segment
-    return Wanted(segment, replace(generation, prompt=prompt), begun)
+    return Wanted(segment, sampled(max_tokens=min(most, free + begun.sampled), prompt=prompt), begun)
+
+
+async def _all(answers: Iterable[Coroutine[Any, Any, Generated]]) -> list[Generated | BaseException]:
+    """What each gives or raises. Most calls want one answer, which needs no task of its own."""
+    first, *others = answers
+    if others:
+        return await asyncio.gather(first, *others, return_exceptions=True)
+    try:
+        return [await first]
+    except Exception as error:  # noqa: BLE001  # as `gather` does
+        return [error]
 
 
 def generations(call: str, answers: int) -> list[str]:

@@ -12,7 +12,9 @@ in `tables.py`.
 """
 
 import asyncio
+import fcntl
 import logging
+import os
 import queue
 import shutil
 import threading
@@ -75,7 +77,8 @@ class Store:
         """Why the last commit failed; empty if it did not."""
         self.waiting = 0
         """Writes that are not committed yet."""
-        self._folder = None if self.shared else Path(make_url(url).database or "").parent
+        self._file = None if self.shared else Path(make_url(url).database or "")
+        self._alone = _lock_file(self._file) if self._file else None
         self._engine = _postgresql(url, client) if self.shared else _sqlite(url, power_safe)
         try:
             with self._engine.begin() as connection:
@@ -140,6 +143,8 @@ class Store:
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, 30)
         self._engine.dispose()
+        if self._alone is not None:
+            os.close(self._alone)
 
     def _commit_groups(self) -> None:
         closing = False
@@ -190,9 +195,9 @@ class Store:
 
     def _no_room(self) -> str:
         """Why nothing more should be written, although it still can."""
-        if self._folder is None or (free := shutil.disk_usage(self._folder).free) > LEAST_FREE_BYTES:
+        if self._file is None or (free := shutil.disk_usage(self._file.parent).free) > LEAST_FREE_BYTES:
             return ""
-        return f"only {free >> 20} MB are free where {self._folder} lies: make room, and it goes on"
+        return f"only {free >> 20} MB are free where {self._file} lies: make room, and it goes on"
 
     def _lock(self, connection: Connection) -> None:
         """Until the end of the transaction. SQLite has one writer by itself."""
@@ -238,6 +243,18 @@ def _run_alone(connection: Connection, work: Work[Any]) -> tuple[Any, BaseExcept
         return None, error
     savepoint.commit()
     return result, None
+
+
+def _lock_file(database: Path) -> int:
+    """An open file that says, as long as this process lives, that the database has its gateway. Raises ConfigError."""
+    descriptor = os.open(database.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        why = "an SQLite file serves one gateway; end that one, choose another run.folder, or set gateway.database"
+        raise ConfigError(f"another gateway uses {database} already: {why}") from None
+    return descriptor
 
 
 def _said(error: BaseException) -> str:

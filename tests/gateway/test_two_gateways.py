@@ -227,15 +227,16 @@ async def test_any_mix_of_what_harnesses_do_keeps_the_books(house, acts, seed):
 async def test_both_tell_of_both_and_each_of_its_own_calls(house):
     house.engine.script = lambda prompt, number: Scripted(answer("late"), delay_s=30)
     (attempt,) = await house.attempts()
-    await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=0))
+    closed = await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=10))
+    assert closed.state == TurnstileState.CLOSED  # at both
     call = asyncio.create_task(ask(house, 1, attempt.key))
     async with AsyncClient(house.urls[1], house.keys.sign(ADMIN)) as second:
         async with asyncio.timeout(10):
-            while "the turnstile, closed by trainer" not in [
-                each.what for each in (await second(get_status())).waiting
-            ]:
-                await asyncio.sleep(0.01)  # before, it waits for the store
-        theirs = await second(get_status())
+            held = ["the turnstile, closed by trainer"]  # after it has waited for the store
+            theirs = await second(get_status())
+            while [each.what for each in theirs.waiting] != held:
+                await asyncio.sleep(0.01)
+                theirs = await second(get_status())
         ours = await house.admin(get_status())
     assert ours.waiting == [] and ours.turnstiles == theirs.turnstiles != []
     assert [each.id.partition("-")[0] for each in ours.gateways] == ["first", "second"]

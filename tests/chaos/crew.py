@@ -24,7 +24,7 @@ TRIES = 5
 REPEATS = 10
 """Of a request by its caller, at most."""
 RENEW_S = 5.0
-LIMIT_S = 300
+LIMIT_S = 600
 OWNER = "crew"
 
 
@@ -59,6 +59,9 @@ class Crew:
         self.given_back: list[str] = []
         """Attempts that nobody played."""
         self.renewed: list[float] = []
+
+    def answers(self) -> int:
+        return sum(len(story.heard) for story in self.stories.values())
 
     async def work(self) -> None:
         """Returns when every rollout is played. Raises what a talker cannot stand."""

@@ -5,19 +5,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import httpx
 from listening import listen
 
 APART_S = (5.0, 6.0)
 """Two kills, at least and at most."""
-SERVES_S = 2.0
-"""Each process, at least."""
-START_LIMIT_S = 60
+BETWEEN = 60
+"""Answers, at least."""
 TESTS = Path(__file__).parent.parent
 PATHS = [TESTS.parent / "src", TESTS, TESTS / "gateway"]
 
@@ -33,8 +31,6 @@ class Service:
     process: asyncio.subprocess.Process | None = None
     ended: list[int] = field(default_factory=list)
     """The statuses of those that ended."""
-    served: asyncio.Event = field(default_factory=asyncio.Event)
-    """The present one has served for a while."""
 
     @property
     def url(self) -> str:
@@ -57,29 +53,12 @@ class Service:
                     pass_fds=[descriptor],
                     env=environment,
                 )
-                serving = asyncio.create_task(self._serve())
                 try:
                     self.ended.append(await self.process.wait())
                 except asyncio.CancelledError:
                     self.process.kill()
                     await self.process.wait()
                     raise
-                finally:
-                    serving.cancel()
-                    self.served.clear()
-
-    async def _serve(self) -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=START_LIMIT_S) as client:
-            await client.get(f"{self.url}/health")
-        await asyncio.sleep(SERVES_S)
-        self.served.set()
-
-    async def kill(self) -> None:
-        """With -9, once it has served: where processes start slowly it would otherwise never come to that."""
-        async with asyncio.timeout(START_LIMIT_S):
-            await self.served.wait()
-        assert self.process
-        self.process.kill()
 
 
 @dataclass
@@ -100,19 +79,26 @@ def schedule(names: list[str], seed: int) -> Iterator[Kill]:
         yield Kill(after_s, random.choice(names))
 
 
-async def kill_all(kills: Iterator[Kill], services: dict[str, Service], start: float, done: list[Kill]) -> None:
-    """Play a schedule until cancelled."""
+async def kill_all(
+    kills: Iterator[Kill], services: dict[str, Service], start: float, done: list[Kill], answers: Callable[[], int]
+) -> None:
+    """Play a schedule until cancelled; where processes start slowly it waits until they have come to something."""
+    before = 0
     for kill in kills:
         await asyncio.sleep(max(kill.after_s + start - time.monotonic(), APART_S[0] if done else 0))
-        await services[kill.name].kill()
-        kill.at = time.monotonic()
+        while answers() < before + BETWEEN:
+            await asyncio.sleep(0.01)
+        process = services[kill.name].process
+        assert process
+        process.kill()
+        kill.at, before = time.monotonic(), answers()
         done.append(kill)
 
 
 def faults(service: Service, kills: list[Kill]) -> str:
-    """What a service did on its own."""
-    killed = sum(kill.name == service.name for kill in kills)
-    others = [status for status in service.ended if status != -signal.SIGKILL]
-    if others or len(service.ended) != killed:
-        return f"{service.name} ended with {service.ended} and was killed {killed} times: {service.log.read_text()}"
-    return service.log.read_text()
+    """What a service did that it should not have done."""
+    killed = [-signal.SIGKILL for kill in kills if kill.name == service.name]
+    said = service.log.read_text()
+    if service.ended != killed:
+        return f"{service.name} ended with {service.ended} and was killed {len(killed)} times: {said}"
+    return "\n".join(line for line in said.splitlines() if "ERROR" in line or "Traceback" in line)

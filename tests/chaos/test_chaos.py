@@ -58,12 +58,8 @@ async def make_run(admin: AsyncClient, folder: Path, engine: Service) -> None:
     limits = Limits(context=20_000)
     await admin(create_run(RunSpec(id="r", policy=str(folder / "policy"), limits=limits)))
     await admin(register_engine(EngineSpec(id="e", url=engine.url, run="r")))
-    spec = GroupSpec(id="g", run="r", task={}, n=ATTEMPTS // GROUPS, sampling=Sampling(max_tokens=900))
-    await admin(create_groups([replace_id(spec, f"g{number}") for number in range(GROUPS)]))
-
-
-def replace_id(spec: GroupSpec, id: str) -> GroupSpec:
-    return spec.model_copy(update={"id": id})
+    spec = {"run": "r", "task": {}, "n": ATTEMPTS // GROUPS, "sampling": Sampling(max_tokens=900)}
+    await admin(create_groups([GroupSpec(id=f"g{number}", **spec) for number in range(GROUPS)]))
 
 
 async def play(folder: Path, services: dict[str, Service], gateways: list[str]) -> None:
@@ -74,31 +70,26 @@ async def play(folder: Path, services: dict[str, Service], gateways: list[str]) 
     try:
         async with AsyncExitStack() as stack:
             connections = await stack.enter_async_context(Connections())
-            admins = [
-                await stack.enter_async_context(AsyncClient(services[name].url, key, patience_s=PATIENCE_S))
-                for name in gateways
-            ]
+            asking = [AsyncClient(services[name].url, key, patience_s=PATIENCE_S) for name in gateways]
+            admins = [await stack.enter_async_context(admin) for admin in asking]
             await make_run(admins[0], folder, services["engine"])
             begin = time.monotonic()
             last = next(itertools.islice(schedule(list(services), SEED), KILLS - 1, None))
             crew = Crew("r", admins, connections, SEED, last.after_s)
-            killing = asyncio.create_task(kill_all(schedule(list(services), SEED), services, begin, kills))
+            killing = asyncio.create_task(
+                kill_all(schedule(list(services), SEED), services, begin, kills, crew.answers)
+            )
             await crew.work()
-            killing.cancel()
-            asked = [await admins[0](get_transcripts(f"g{number}")) for number in range(GROUPS)]
+            assert killing.cancel()
+            groups = [await admins[0](get_transcripts(f"g{number}")) for number in range(GROUPS)]
             totals = await admins[0](get_totals("r"))
-        transcripts = list(itertools.chain(*asked))
-        books = Books(
-            crew.stories, crew.given_back, transcripts, totals, logging_engine.read(folder / "sampled.log"), kills
-        )
-        told = books.check()
+        sampled = logging_engine.read(folder / "sampled.log")
+        told = Books(crew.stories, crew.given_back, list(itertools.chain(*groups)), totals, sampled, kills).check()
         assert [faults(service, kills) for service in services.values()] == [""] * len(services)
         assert len(kills) >= KILLS
         print(f"{time.monotonic() - begin:.0f} s: {told}")
     finally:
         print(f"CHAOS_SEED={SEED} killed {[(round(kill.at - begin, 3), kill.name) for kill in kills]}")
-        killing.cancel()
-        print("RENEWED", [round(at - begin, 1) for at in crew.renewed], crew.given_back)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -227,16 +227,36 @@ async def test_any_mix_of_what_harnesses_do_keeps_the_books(house, acts, seed):
 async def test_both_tell_of_both_and_each_of_its_own_calls(house):
     house.engine.script = lambda prompt, number: Scripted(answer("late"), delay_s=30)
     (attempt,) = await house.attempts()
-    await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=10))  # both have acknowledged it
+    closed = await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=10))
+    assert closed.state == TurnstileState.CLOSED  # at both
     call = asyncio.create_task(ask(house, 1, attempt.key))
     async with AsyncClient(house.urls[1], house.keys.sign(ADMIN)) as second:
         async with asyncio.timeout(10):
-            while not (theirs := await second(get_status())).waiting:
+            held = ["the turnstile, closed by trainer"]  # after it has waited for the store
+            theirs = await second(get_status())
+            while [each.what for each in theirs.waiting] != held:
                 await asyncio.sleep(0.01)
+                theirs = await second(get_status())
         ours = await house.admin(get_status())
-    assert [each.what for each in theirs.waiting] == ["the turnstile, closed by trainer"]
     assert ours.waiting == [] and ours.turnstiles == theirs.turnstiles != []
     assert [each.id.partition("-")[0] for each in ours.gateways] == ["first", "second"]
     assert ours.gateways == theirs.gateways and ours.controllers == theirs.controllers
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
+
+
+async def test_a_request_that_waits_at_a_gateway_that_is_taken_for_dead_is_asked_again(house):
+    """Its attempt goes on: only what this gateway has of it in memory is of no use any more."""
+    (attempt,) = await house.attempts()
+    house.engine.interruptible = False
+    house.engine.script = lambda prompt, call: Scripted(answer(f"answer {call}"), delay_s=2 if call == 1 else 0)
+    first = asyncio.create_task(ask(house, 1, attempt.key))
+    await until(lambda: house.engine.log)
+    first.cancel()
+    await asyncio.sleep(0.2)  # it is being interrupted
+    again = asyncio.create_task(
+        client(house, 1, attempt.key, max_retries=5).chat.completions.create(model="m", messages=QUESTION)
+    )
+    await asyncio.sleep(0.2)  # it waits for that
+    await house.bury("second")
+    assert (await again).choices[0].message.content == "answer 2"

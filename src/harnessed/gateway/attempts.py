@@ -18,7 +18,7 @@ from harnessed.gateway.peers import LostCall
 from harnessed.gateway.progress import STORE, waits_for
 from harnessed.gateway.recording import AttemptId, record_fault
 from harnessed.gateway.sampling import Sampler, generations
-from harnessed.gateway.session import Pending, Session, attempt_ended
+from harnessed.gateway.session import Pending, Session, attempt_ended, read_again
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import WireError
@@ -51,14 +51,15 @@ class Attempts:
 
     async def session(self, attempt: AttemptId) -> Session:
         """Raises WireError."""
-        if attempt not in self._sessions or self._sessions[attempt].ended:
+        known = self._sessions.get(attempt)
+        if known is None or known.ended or known.outdated:
             loading = self._loading.get(attempt)
             if loading is None:
                 loading = self._loading[attempt] = asyncio.create_task(self._load(attempt))
                 loading.add_done_callback(lambda _: self._loading.pop(attempt))
             waits_for(STORE)
             return await asyncio.shield(loading)
-        return self._sessions[attempt]
+        return known
 
     async def catch_up(self, session: Session) -> None:
         """See what other gateways have done to the attempt. Raises WireError if they have ended it."""
@@ -71,6 +72,8 @@ class Attempts:
 
     def check(self, session: Session) -> None:
         """Raises WireError if it admits nothing any more."""
+        if session.outdated:
+            raise read_again()
         if session.ended or session.attempt[0] in self._ending:
             raise attempt_ended(session.attempt)
 
@@ -119,8 +122,8 @@ class Attempts:
 
     def forget_all(self) -> None:
         """Read every attempt from the store again."""
-        for session in list(self._sessions.values()):
-            self._forget(session)
+        for session in self._sessions.values():
+            session.outdated = True
 
     async def _load(self, attempt: AttemptId) -> Session:
         try:

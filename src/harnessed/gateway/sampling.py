@@ -24,7 +24,7 @@ from harnessed.gateway.preview import Preview
 from harnessed.gateway.progress import STORE, waits_for
 from harnessed.gateway.reading import cut_at
 from harnessed.gateway.recording import record_answers, record_failure, record_fault
-from harnessed.gateway.session import Pending, Session, attempt_ended
+from harnessed.gateway.session import Pending, Session, attempt_ended, read_again
 from harnessed.gateway.splits import by_ids
 from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.template import ChatTemplate
@@ -178,19 +178,20 @@ class Sampler:
     ) -> None:
         waits_for(STORE)
         try:
-            if session.ended:  # perhaps only since a neighbour could not be stored: let it ask again
-                raise Refused(503, "the attempt is read from the store again; ask again")
+            if session.outdated:
+                raise Refused(503, str(read_again()))
             await self._store.write(
                 lambda connection: record_answers(connection, session.attempt, nodes, continued, overcome, time.time())
             )
         except Refused as error:
             self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
-            session.ended = True
             if error.status == 503:
+                session.outdated = True
                 raise WireError(503, "store_failed", str(error)) from error
+            session.ended = True
             raise attempt_ended(session.attempt) from error
         except Exception as error:  # whatever it was: what memory holds is ahead of the store, so it is loaded again
-            session.ended = True
+            session.outdated = True
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
         for node in nodes:
             session.tree.add(node, place.prompt)

@@ -83,6 +83,8 @@ class Session:
     """Requests that are read in a thread now; what comes behind one is read behind it."""
     ended: bool = False
     """Its attempt has ended; who still holds the session admits nothing more."""
+    outdated: bool = False
+    """It holds something else than the store, from which it is read again; who still holds it has to ask again."""
 
     def beginning(self, body: bytes) -> Beginning | None:
         """What is known of a request."""
@@ -192,6 +194,10 @@ class Session:
         if found[wanted.n :]:
             self.interrupted[prompt, wanted] = found[wanted.n :]
         return found[: wanted.n]
+
+
+def read_again() -> WireError:
+    return WireError(503, "store_failed", "the attempt is read from the store again; ask again")
 
 
 def attempt_ended(attempt: AttemptId) -> WireError:

@@ -37,38 +37,68 @@ def binaries() -> Path | None:
     return debian[-1] if debian else Path(found).parent if found else None
 
 
+class Postgres:
+    """A server that may be killed and started again."""
+
+    def __init__(self, binaries: Path, scratch: Path) -> None:
+        self._user = _own(scratch)
+        self._binaries = binaries
+        self._scratch = scratch
+        self._log = scratch / "log"
+        self._port = _free_port()
+        self.url = f"postgresql://test@127.0.0.1:{self._port}/postgres"
+        made = ["--auth=trust", "--no-sync", "--encoding=UTF8", "--locale=C", "-U", "test", "-D", scratch / "data"]
+        subprocess.run([*self._user, binaries / "initdb", *made], check=True, capture_output=True, cwd=scratch)
+
+    def start(self) -> None:
+        settings = [f"--{name}={value}" for name, value in (SETTINGS | {"port": self._port}).items()]
+        command = [*self._user, self._binaries / "postgres", "-D", self._scratch / "data", *settings]
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self._scratch)
+            while self._process.poll() is None and time.monotonic() < deadline:
+                if "ready to accept connections" in self._log.read_text():
+                    return
+                time.sleep(0.02)
+            time.sleep(0.1)  # processes of one that was killed may still hold its memory
+        raise TimeoutError(f"PostgreSQL did not start on port {self._port}:\n{self._log.read_text()}")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Fast: its clients are cut off."""
+        self._process.send_signal(SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_LIMIT_S)
+            return
+        self._process.send_signal(SIGQUIT)
+        self._process.wait(STOP_LIMIT_S)
+
+
 @contextmanager
-def running() -> Iterator[str]:
-    """The URL of an empty database; the server ends with the context."""
+def server() -> Iterator[Postgres]:
+    """It runs, and has ended after the context."""
     folder = binaries()
     if folder is None:
         pytest.skip("no PostgreSQL is installed (Debian: apt-get install postgresql)")
     # Not in pytest's own folders, which another user cannot enter.
     with tempfile.TemporaryDirectory(prefix="postgres-") as scratch:
-        user = _own(Path(scratch))
-        data, port = Path(scratch, "data"), _free_port()
-        made = [
-            folder / "initdb",
-            "--auth=trust",
-            "--no-sync",
-            "--encoding=UTF8",
-            "--locale=C",
-            "-U",
-            "test",
-            "-D",
-            data,
-        ]
-        subprocess.run([*user, *made], check=True, capture_output=True, cwd=scratch)
-        settings = [f"--{name}={value}" for name, value in (SETTINGS | {"port": port}).items()]
-        with Path(scratch, "log").open("wb") as log:
-            server = subprocess.Popen(
-                [*user, folder / "postgres", "-D", data, *settings], stdout=log, stderr=subprocess.STDOUT, cwd=scratch
-            )
+        postgres = Postgres(folder, Path(scratch))
+        postgres.start()
         try:
-            _wait(server, port, Path(scratch, "log"))
-            yield f"postgresql://test@127.0.0.1:{port}/postgres"
+            yield postgres
         finally:
-            _stop(server)
+            postgres.stop()
+
+
+@contextmanager
+def running() -> Iterator[str]:
+    """The URL of an empty database; the server ends with the context."""
+    with server() as postgres:
+        yield postgres.url
 
 
 def _own(folder: Path) -> list[str]:
@@ -84,24 +114,3 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def _wait(server: subprocess.Popen, port: int, log: Path) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            break
-        if "ready to accept connections" in log.read_text():
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"PostgreSQL did not start on port {port}:\n{log.read_text()}")
-
-
-def _stop(server: subprocess.Popen) -> None:
-    """Fast: its clients are cut off."""
-    server.send_signal(SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        server.wait(STOP_LIMIT_S)
-        return
-    server.send_signal(SIGQUIT)
-    server.wait(STOP_LIMIT_S)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 from controller_runs import Running, make_config, processes_with, running
@@ -164,3 +165,11 @@ def test_a_program_that_is_missing_is_no_fault_of_the_agent(tmp_path, gateway) -
         assert ended.ending.outcome is Outcome.INFRASTRUCTURE
         assert "No such file" in ended.ending.reason
         assert not local.folder("g.1/1").exists()
+
+
+def test_time_for_which_its_calls_were_held_is_added_to_the_limit(local: Running) -> None:
+    local.held[f"g.{local.count + 1}"] = 2.0
+    began = time.monotonic()
+    ended = local.run({"do": "hang"})
+    assert ended.ending.outcome is Outcome.AGENT_TIMEOUT
+    assert time.monotonic() - began >= 3 + 2

@@ -5,6 +5,7 @@ import time
 from random import Random
 
 import openai
+import postgres
 import pytest
 from house import open_house
 from hypothesis import HealthCheck, given, settings
@@ -260,3 +261,23 @@ async def test_a_request_that_waits_at_a_gateway_that_is_taken_for_dead_is_asked
     await asyncio.sleep(0.2)  # it waits for that
     await house.bury("second")
     assert (await again).choices[0].message.content == "answer 2"
+
+
+async def test_a_server_that_is_killed_and_started_again_is_waited_for(tmp_path):
+    """Calls in progress, and calls that come meanwhile, see no error, and no token is lost."""
+    with postgres.server() as server:
+        async with open_house(tmp_path, database=server.url) as house:
+            await asyncio.sleep(2 * peers.SHARED_BEAT_S)
+            attempts = await house.attempts(4)
+            house.engine.script = lambda prompt, call: Scripted(answer(f"answer {call}"), delay_s=1)
+            begun = [asyncio.create_task(ask(house, i % 2, attempts[i].key)) for i in range(2)]
+            await until(lambda: len(house.engine.log) == 2)
+            await asyncio.to_thread(server.kill)
+            come = [asyncio.create_task(ask(house, i % 2, attempts[i].key)) for i in (2, 3)]
+            await asyncio.sleep(2)
+            assert not any(each.done() for each in come)
+            await asyncio.to_thread(server.start)
+            async with asyncio.timeout(30):
+                assert len(set(await asyncio.gather(*begun, *come))) == 4
+            totals = await house.admin(get_totals("r"))
+            assert (totals.lost, totals.answers, totals.sampled_tokens) == (0, 4, house.engine.sampled_tokens)

@@ -43,9 +43,10 @@ class Story:
 
 
 class Crew:
-    """`urls`: gateways, in turn by call. The whole is spread over `lasts_s` seconds."""
+    """Each call, and each repetition by its caller, goes to the next gateway."""
 
     def __init__(self, run: str, admins: list[AsyncClient], connections: Connections, seed: int, lasts_s: float):
+        """`admins`: one for each gateway. Over `lasts_s` seconds calls begin, if they end in time."""
         self.run = run
         self.admins = itertools.cycle(admins)
         self.urls = itertools.cycle([admin.url for admin in admins])
@@ -54,13 +55,14 @@ class Crew:
         self.begin_at = time.monotonic()
         self.apart_s = lasts_s / (ATTEMPTS * CALLS)
         self.calls = 0
+        """Begun."""
         self.stories: dict[str, Story] = {}
         """By `rollout/attempt`."""
         self.given_back: list[str] = []
         """Attempts that nobody played."""
-        self.renewed: list[float] = []
 
     def answers(self) -> int:
+        """Heard so far."""
         return sum(len(story.heard) for story in self.stories.values())
 
     async def work(self) -> None:
@@ -125,7 +127,6 @@ class Crew:
         while True:
             await asyncio.sleep(RENEW_S)
             ours = await next(self.admins)(renew(OWNER))
-            self.renewed.append(time.monotonic())
             unknown = {name for name in ours if name not in self.stories}
             for name in unknown & absent:
                 rollout, _, attempt = name.rpartition("/")

@@ -81,7 +81,7 @@ class Connections:
 
 
 class Talker:
-    """One attempt. `reply` is what is said next: to the answer before, or results of its calls."""
+    """One attempt. What is said next is made by `user`, or by `results` if the answer before has called."""
 
     def __init__(self, connections: Connections, key: str) -> None:
         self.connections = connections

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, and_, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, Integer, Text, and_, bindparam, cast, delete, func, insert, select, update
 
 from harnessed.gateway.lifecycle import get_rollout, members
+from harnessed.gateway.prepared import Prepared
 from harnessed.gateway.store import Refused
 from harnessed.gateway.tables import attempts, calls, groups, nodes, rollouts, runs
 from harnessed.gateway.wire.turn import Turn, Wanted
@@ -74,21 +75,20 @@ class Admitted:
     time: float
 
 
-# Statements of the hot path, built once: to build one and find it in SQLAlchemy's cache costs more than to execute it.
-_ADMIT = insert(calls)
-_ANSWERED = (
+_ADMIT = Prepared(insert(calls))
+_ANSWERED = Prepared(
     update(calls)
     .where(calls.c.id == bindparam("call"), calls.c.state == CallState.ADMITTED)
     .values(state=CallState.ANSWERED, ended=bindparam("time"))
 )
-_ADVANCE = (
+_ADVANCE = Prepared(
     update(attempts)
     .where(attempts.c.rollout == bindparam("of"), attempts.c.number == bindparam("attempt"), attempts.c.live)
-    .values(nodes=attempts.c.nodes + bindparam("more"))
-    .returning(attempts.c.nodes, attempts.c.faults)
+    .values(nodes=attempts.c.nodes + bindparam("more", type_=Integer))
+    .returning(attempts.c.nodes, cast(attempts.c.faults, Text))
 )
-_KEEP = insert(nodes)
-_DELIVERED = (
+_KEEP = Prepared(insert(nodes))
+_DELIVERED = Prepared(
     update(nodes)
     .where(
         nodes.c.rollout == bindparam("of"),
@@ -105,15 +105,16 @@ def admit(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: 
         "rollout": attempt[0],
         "attempt": attempt[1],
         "gateway": admitted.gateway,
-        "state": CallState.ADMITTED,
+        "state": CallState.ADMITTED.value,
         "left": False,
         "prompt": admitted.prompt,
         "most_tokens": admitted.most_tokens,
-        "asked": turn.asked,
-        "wanted": {name: getattr(turn.wanted, name) for name in Wanted.__slots__},
+        "asked": orjson.dumps(turn.asked).decode(),
+        "wanted": orjson.dumps({name: getattr(turn.wanted, name) for name in Wanted.__slots__}).decode(),
         "admitted": admitted.time,
+        "ended": None,
     }
-    connection.execute(_ADMIT, row)
+    _ADMIT.execute(connection, row)
 
 
 def record_answers(
@@ -126,7 +127,7 @@ def record_answers(
     any more.
     """
     call = answers[0].call
-    if connection.execute(_ANSWERED, {"call": call, "time": now}).rowcount == 0:
+    if _ANSWERED.execute(connection, {"call": call, "time": now}).rowcount == 0:
         mine = is_of(nodes.c.rollout, nodes.c.attempt, attempt)
         numbers = connection.execute(select(nodes.c.number).where(mine, nodes.c.call == call)).scalars().all()
         if len(numbers) != len(answers):
@@ -134,13 +135,14 @@ def record_answers(
         _number(answers, max(numbers))  # the database kept this transaction, and was away before it said so
         return
     bound = {"of": attempt[0], "attempt": attempt[1], "more": len(answers)}
-    advanced = connection.execute(_ADVANCE, bound).first()
+    advanced = _ADVANCE.execute(connection, bound).fetchone()
     if advanced is None:
         raise Refused(409, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its answers are not kept")
     last, faults = advanced
     _number(answers, last)
-    if overcome in faults:
-        _set_faults(connection, attempt, {request: what for request, what in faults.items() if request != overcome})
+    if overcome and overcome in faults:
+        kept = {request: what for request, what in orjson.loads(faults).items() if request != overcome}
+        _set_faults(connection, attempt, kept)
     rows = [
         {
             "rollout": attempt[0],
@@ -171,7 +173,8 @@ def record_answers(
         theirs = and_(is_of(nodes.c.rollout, nodes.c.attempt, attempt), nodes.c.number.in_(begun))
         if connection.execute(delete(nodes).where(theirs)).rowcount != len(begun):
             raise Refused(503, "another gateway has gone on with this answer; this one is not kept")
-    connection.execute(_KEEP, rows)
+    for row in rows:
+        _KEEP.execute(connection, row)
 
 
 def _number(answers: list[Node], last: int) -> None:
@@ -212,8 +215,8 @@ def _set_faults(connection: Connection, attempt: AttemptId, faults: dict[str, st
 
 
 def mark_delivered(connection: Connection, attempt: AttemptId, numbers: Iterable[int]) -> None:
-    bound = [{"of": attempt[0], "of_attempt": attempt[1], "node": number} for number in numbers]
-    connection.execute(_DELIVERED, bound)
+    for number in numbers:
+        _DELIVERED.execute(connection, {"of": attempt[0], "of_attempt": attempt[1], "node": number})
 
 
 def nodes_of(connection: Connection, attempt: AttemptId, after: int = 0) -> list[Node]:

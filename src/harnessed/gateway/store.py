@@ -88,6 +88,8 @@ class Store:
             raise ConfigError(f"gateway.database: cannot use it: {' '.join(str(error.orig).split())}") from error
         self._gathered: list[Queued] = []
         """Writes that the thread does not have yet."""
+        self._writer: Connection | None = None
+        """The writer's own; None: there is none yet, or it was lost."""
         self._queue: queue.SimpleQueue[list[Queued] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
@@ -142,6 +144,8 @@ class Store:
         self._hand_over()
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, 30)
+        if self._writer is not None:
+            self._writer.close()
         self._engine.dispose()
         if self._alone is not None:
             os.close(self._alone)
@@ -178,20 +182,23 @@ class Store:
 
     def _transact(self, batch: list[Queued]) -> tuple[list[Result], bool]:
         """All of the batch in one transaction; each in a savepoint of its own if one of them fails without them."""
+        if self._writer is None or self._writer.closed or self._writer.invalidated:
+            self._writer = self._engine.connect()
+        connection = self._writer
         try:
-            with self._engine.begin() as connection:
+            with connection.begin():
                 connection.info.pop("journalled", None)
                 self._lock(connection)
                 done: list[Result] = [(future, work(connection), None) for work, future in batch]
-                return done, connection.info.pop("journalled", False)
         except Exception as error:
             if _is_away(error):
+                self._writer = None
                 raise
-        with self._engine.begin() as connection:
-            connection.info.pop("journalled", None)
-            self._lock(connection)
-            done = [(future, *_run_alone(connection, work)) for work, future in batch]
-            return done, connection.info.pop("journalled", False)
+            with connection.begin():
+                connection.info.pop("journalled", None)
+                self._lock(connection)
+                done = [(future, *_run_alone(connection, work)) for work, future in batch]
+        return done, connection.info.pop("journalled", False)
 
     def _no_room(self) -> str:
         """Why nothing more should be written, although it still can."""

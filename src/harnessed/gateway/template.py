@@ -294,10 +294,20 @@ class _Generation(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Finds the fields of messages at once, which a sandbox looks for among the methods of a mapping first."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute in obj and attribute not in _METHODS:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+
+_METHODS = frozenset(dir(dict))
+
+
 def _compile(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     try:
         return environment.from_string(source)

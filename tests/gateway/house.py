@@ -51,13 +51,14 @@ class House:
         self.routes = application.routes
         self.exchange, self.store = application.state.exchange, application.state.store
         self.memory = application.state.attempts
-        self.memories = [self.memory]
+        self.memories, self.exchanges = [self.memory], [self.exchange]
         self.operations = application.state.operations
         self.turnstiles = application.state.turnstiles
         self.url = self.urls[0]
         if self.settings.database:
             other = await self._serve(self._other_listener, "second")
             self.memories.append(other.state.attempts)
+            self.exchanges.append(other.state.exchange)
 
     async def _serve(self, listener, name):
         application = await self._stack.enter_async_context(gateway(self.folder, self.settings, name))

@@ -281,3 +281,19 @@ async def test_a_server_that_is_killed_and_started_again_is_waited_for(tmp_path)
                 assert len(set(await asyncio.gather(*begun, *come))) == 4
             totals = await house.admin(get_totals("r"))
             assert (totals.lost, totals.answers, totals.sampled_tokens) == (0, 4, house.engine.sampled_tokens)
+
+
+async def test_an_attempt_that_one_ends_has_the_marks_of_the_other(house, monkeypatch):
+    """The other's write that an answer was delivered comes late."""
+    (attempt,) = await house.attempts()
+    other = house.exchanges[1]
+    marking = other._delivered
+
+    def late(session, pending):
+        asyncio.get_running_loop().call_later(0.3, marking, session, pending)
+
+    monkeypatch.setattr(other, "_delivered", late)
+    await ask(house, 1, attempt.key)
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    (node,) = await house.nodes()
+    assert node.delivered

@@ -19,8 +19,8 @@ from sqlalchemy import Connection, and_, delete, func, insert, select, text, upd
 
 from harnessed.gateway import closings
 from harnessed.gateway.lifecycle import list_engines
-from harnessed.gateway.store import Store
-from harnessed.gateway.tables import attempts, calls, changes, gateways, rollouts
+from harnessed.gateway.store import Store, Work
+from harnessed.gateway.tables import attempts, calls, changes, gateways, nodes, rollouts
 from harnessed.gateway.turnstile import Turnstiles
 from harnessed.records import CallState, CloseMode, Closing, EngineSpec, Turnstile, TurnstileState
 
@@ -32,6 +32,8 @@ MISSING_S = 1.0
 BEAT_S = 2.0
 SHARED_BEAT_S = 0.25
 """Of gateways that have to notice what others do."""
+MARK_S = 1.0
+"""Within this time of its last byte an answer is marked as delivered."""
 OWNER_GRACE_S = 600.0
 """How long a turnstile stays closed after its owner has gone: it may come back, or its run may be resumed."""
 
@@ -176,16 +178,23 @@ class Peers:
             yield
             return
         await self._store.write(partial(_set_ending, ids=attempts_of, value=True))
-        deadline = time.monotonic() + limit_s
-        while await self._store.write(partial(_in_progress_elsewhere, ids=attempts_of, id=self._id)):
-            if time.monotonic() > deadline:
-                log.warning("another gateway did not end its calls of %s within %.0f s", attempts_of, limit_s)
-                break
-            await asyncio.sleep(0.05)
+        if not await self._over(partial(_in_progress_elsewhere, ids=attempts_of, id=self._id), limit_s):
+            log.warning("another gateway did not end its calls of %s within %.0f s", attempts_of, limit_s)
+        # What another one has just handed over is marked so at once; if not, no client took it.
+        await self._over(partial(_unmarked_elsewhere, ids=attempts_of, id=self._id), MARK_S)
         try:
             yield
         finally:
             self._store.write_soon(partial(_set_ending, ids=attempts_of, value=False))
+
+    async def _over(self, query: Work[bool], limit_s: float) -> bool:
+        """Returns when this does not hold any more; False: it still does after so long."""
+        deadline = time.monotonic() + limit_s
+        while await self._store.write(query):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
 
     async def leave(self) -> None:
         """What this gateway has not answered it never will."""
@@ -286,6 +295,16 @@ def _ending(connection: Connection, id: str) -> list[str]:
 def _set_ending(connection: Connection, ids: list[str], value: bool) -> None:
     live = and_(attempts.c.rollout.in_(ids), attempts.c.live)
     connection.execute(update(attempts).where(live).values(ending=value))
+
+
+def _unmarked_elsewhere(connection: Connection, ids: list[str], id: str) -> bool:
+    """Whether another gateway has answers that may be on their way to their clients."""
+    theirs = and_(calls.c.rollout.in_(ids), calls.c.gateway != id, calls.c.gateway.in_(select(gateways.c.id)))
+    on_its_way = and_(
+        theirs, calls.c.state == CallState.ANSWERED, calls.c.left.is_(False), nodes.c.delivered.is_(False)
+    )
+    query = select(calls.c.id).join(nodes, and_(nodes.c.rollout == calls.c.rollout, nodes.c.call == calls.c.id))
+    return connection.execute(query.where(on_its_way).limit(1)).first() is not None
 
 
 def _in_progress_elsewhere(connection: Connection, ids: list[str], id: str) -> bool:

@@ -108,6 +108,7 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         weights = config.engine.weights or run.folder / "policy"
         print("starting gateway, engine and controller ...", flush=True)
         run.start(weights)
+        print(f"dashboard: {run.gateway_url}/ui/ (its key is the gateway's {ADMIN_KEY_FILE})", flush=True)
         from harnessed.training.backends.local import LocalBackend
         from harnessed.training.display import Display
         from harnessed.training.trainer import Trainer

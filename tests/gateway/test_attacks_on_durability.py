@@ -283,3 +283,149 @@ async def test_what_a_running_attempt_said_is_not_pruned(house):
     await asyncio.sleep(0.5)
     keeping.cancel()
     assert len(await house.nodes()) == 1
+
+
+async def test_a_turnstile_is_not_told_to_be_closed_by_a_gateway_that_lets_calls_pass(tmp_path, database, monkeypatch):
+    """`look` counts all gateways but the one that is asked, and that one counts its own calls without knowing of the
+    closing yet. Asked right after the closing at the other one, it says `closed` and lets the next call pass."""
+    monkeypatch.setattr(peers, "SHARED_BEAT_S", 4.0)
+    async with open_house(tmp_path, database=database) as house:
+        await asyncio.sleep(5)  # both know the engine
+        (attempt,) = await house.attempts()
+        assert (await ask(house.urls[1], attempt.key))[0] == 200
+        async with AsyncClient(house.urls[1], house.keys.sign(ADMIN)) as other:
+            assert (await house.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=0))).state == "closing"
+            told = (await other(get_turnstile("r"))).state
+        asking = asyncio.create_task(ask(house.urls[1], attempt.key, [{"role": "user", "content": "go on"}]))
+        await asyncio.sleep(0.5)
+        passed = len(house.engine.log) == 2
+        asking.cancel()
+        assert not (told == TurnstileState.CLOSED and passed)
+
+
+async def test_a_gateway_that_is_taken_for_dead_generates_no_more(pair):
+    """What ran at a gateway that was buried is ended at the engine, and the turnstile counts as closed. But that
+    gateway, which is alive, takes the end for one of the engine's own, and at once asks the engine for the rest, which
+    then samples while the trainer writes the weights. The answer is refused afterwards."""
+    (attempt,) = await pair.attempts()
+    pair.engine.script = lambda prompt, call: Scripted(answer("a long answer"), stall_at=4, stall_s=8)
+    asking = asyncio.create_task(ask(pair.urls[1], attempt.key))
+    await until(lambda: pair.engine.log and len(pair.engine.log[0].answer) == 4)
+    await asyncio.sleep(0.3)
+    gone = await pair.store.write(lambda c: peers._bury(c, [i for i in ids_of(c) if i.startswith("second")]))
+    await pair.memory.stop_lost(gone)
+    closed = await pair.admin(close_turnstile("r", "trainer", CloseMode.FINISH, drain_s=1))
+    await asyncio.sleep(1)
+    again, running = len(pair.engine.log) - 1, pair.engine.running
+    asking.cancel()
+    assert closed.state == TurnstileState.CLOSING or not running
+    assert not again
+
+
+def ids_of(connection):
+    return list(connection.execute(select(peers.gateways.c.id)).scalars())
+
+
+async def test_a_database_that_stood_still_kills_no_gateway(tmp_path, database, monkeypatch):
+    """Leases run out while the database (or one gateway that holds the lock of all) stands still. Whoever writes first
+    afterwards buries all others, though each is connected and waits to say that it is alive: all their calls are
+    lost."""
+    monkeypatch.setattr(peers, "LEASE_S", 1.5)
+    async with open_house(tmp_path, database=database) as house:
+        await asyncio.sleep(2 * peers.SHARED_BEAT_S)
+        claimed = await house.attempts(2)
+        house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=4)
+        asking = [
+            asyncio.create_task(ask(url, each.key)) for url, each in zip(house.urls, claimed, strict=True)
+        ]
+        await until(lambda: len(house.engine.log) == 2)
+        await asyncio.sleep(0.5)
+        with locked(database):
+            await asyncio.sleep(2.5)
+        statuses = [status for status, _ in await asyncio.gather(*asking)]
+        assert (statuses, (await house.admin(get_totals("r"))).lost) == ([200, 200], 0)
+
+
+async def first_bytes(url, key, limit_s, *, retry=0):
+    """Of a stream, what comes within a time; empty: nothing."""
+    headers = {"authorization": f"Bearer {key}"} | ({"x-stainless-retry-count": str(retry)} if retry else {})
+    body = {"model": "m", "messages": [USER], "stream": True}
+    async with httpx.AsyncClient(timeout=30) as http:
+        try:
+            async with asyncio.timeout(limit_s):
+                async with http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as response:
+                    async for piece in response.aiter_raw():
+                        return piece
+        except TimeoutError:
+            return b""
+
+
+async def test_who_waits_for_an_answer_of_the_other_gateway_gets_signs_of_life(pair, monkeypatch):
+    """A retry that comes to the other gateway waits for the first one's answer before anything is sent: no ping for as
+    long as that generates, or is held. Idle timers (60 s of a proxy, 300 s of Codex) end it."""
+    monkeypatch.setattr(delivery, "PING_S", 0.2)
+    (attempt,) = await pair.attempts()
+    over = asyncio.Event()
+    pair.engine.script = lambda prompt, call: Scripted(answer("late"), stall_at=1, stall_until=lambda: over.is_set())
+    asking = asyncio.create_task(ask(pair.urls[0], attempt.key))
+    await until(lambda: pair.engine.log)
+    await asyncio.sleep(0.3)
+    try:
+        assert await first_bytes(pair.urls[1], attempt.key, 4, retry=1)
+    finally:
+        over.set()
+        await asking
+
+
+async def test_who_waits_for_the_end_of_an_interrupted_answer_gets_signs_of_life(house, monkeypatch):
+    """A client left and comes back while the engine, which cannot be interrupted or takes its time, still makes the
+    answer. It waits for that end before anything is sent, without a ping."""
+    monkeypatch.setattr(delivery, "PING_S", 0.2)
+    (attempt,) = await house.attempts()
+    house.engine.interruptible = False
+    over = asyncio.Event()
+    house.engine.script = lambda prompt, call: Scripted(answer("late"), stall_at=1, stall_until=lambda: over.is_set())
+    first = asyncio.create_task(ask(house.url, attempt.key))
+    await until(lambda: house.engine.log)
+    first.cancel()
+    await house.left()
+    try:
+        assert await first_bytes(house.url, attempt.key, 4)
+    finally:
+        over.set()
+
+
+async def test_a_retry_does_not_wait_for_ever_for_a_call_whose_answer_was_not_stored(pair):
+    """An answer could not be stored: its call stays `admitted`, though nobody makes it any more. Its retry at the other
+    gateway waits for it without end."""
+    (attempt,) = await pair.attempts()
+    assert (await ask(pair.urls[0], attempt.key, [{"role": "user", "content": "first"}]))[0] == 200
+    over = asyncio.Event()
+    pair.engine.script = lambda prompt, call: Scripted(answer("late"), stall_at=1, stall_until=lambda: over.is_set())
+    asking = asyncio.create_task(ask(pair.urls[0], attempt.key))
+    await until(lambda: len(pair.engine.log) == 2)
+    await asyncio.sleep(0.3)
+    engine = create_engine(make_url(pair.settings.database).set(drivername="postgresql+psycopg"))
+    with engine.begin() as connection:  # as a full disk does
+        connection.execute(text("ALTER TABLE nodes ADD CONSTRAINT full_disk CHECK (number < 2)"))
+    over.set()
+    assert (await asking)[0] == 503
+    with engine.begin() as connection:
+        connection.execute(text("ALTER TABLE nodes DROP CONSTRAINT full_disk"))
+    engine.dispose()
+    try:
+        status, _ = await ask(pair.urls[1], attempt.key, retry=1, timeout=8)
+    except httpx.ReadTimeout:
+        status = 0
+    assert status == 200
+
+
+async def test_many_rollouts_can_be_cancelled_at_once(pair, monkeypatch):
+    """`cancel_run` puts all ids into one statement. With more than 65,535 the driver refuses it before it is sent, by an
+    error without a state. The writer takes that for a database that is away and tries for a minute, in which nothing is
+    written, not even that this gateway is alive; then all that was in the same batch fails too."""
+    monkeypatch.setattr(store_module, "AWAY_LIMIT_S", 3.0)
+    ids = [f"big.{index}" for index in range(66_000)]
+    cancelling = asyncio.create_task(pair.store.write(lambda connection: peers._set_ending(connection, ids, True)))
+    (said,) = await asyncio.gather(cancelling, return_exceptions=True)
+    assert said is None, str(said)[:100]

@@ -4,15 +4,17 @@ requests. Each test says what goes wrong."""
 import asyncio
 import contextlib
 import time
+from array import array
 
 import httpx
-import openai
 import pytest
 from house import open_house
 from listening import listen
 from scripted_engine import Scripted
-from sqlalchemy import create_engine, insert, make_url, select, text, update
-from texts import answer
+from sqlalchemy import create_engine, event, insert, make_url, select, update
+from sqlalchemy import text as sql
+from texts import answer, ids
+from texts import text as as_text
 
 from harnessed.client import (
     AsyncClient,
@@ -30,8 +32,8 @@ from harnessed.gateway import app, delivery, intake, peers, retention
 from harnessed.gateway import store as store_module
 from harnessed.gateway.keys import ADMIN
 from harnessed.gateway.tables import attempts as attempts_table
-from harnessed.gateway.tables import calls, rollouts
-from harnessed.records import CallState, CloseMode, Ending, GroupSpec, Limits, Outcome, RunSpec, TurnstileState
+from harnessed.gateway.tables import events, rollouts
+from harnessed.records import CloseMode, Ending, GroupSpec, Limits, Outcome, RunSpec, TurnstileState
 
 USER = {"role": "user", "content": "hello"}
 
@@ -44,10 +46,10 @@ async def pair(tmp_path, database):
         yield house
 
 
-async def ask(url, key, messages=(USER,), *, retry=0, timeout=30, **options):
+async def ask(url, key, messages=(USER,), *, retry=0, limit_s=30, **options):
     """Status and body of one call, as they come."""
     headers = {"authorization": f"Bearer {key}"} | ({"x-stainless-retry-count": str(retry)} if retry else {})
-    async with httpx.AsyncClient(timeout=timeout) as http:
+    async with httpx.AsyncClient(timeout=limit_s) as http:
         body = {"model": "m", "messages": list(messages)} | options
         response = await http.post(f"{url}/v1/chat/completions", json=body, headers=headers)
         return response.status_code, response.text
@@ -64,11 +66,11 @@ def locked(database):
     """Nobody writes: somebody else holds the lock of all writers, as a gateway that stands still does."""
     engine = create_engine(make_url(database).set(drivername="postgresql+psycopg"))
     with engine.connect() as connection:
-        connection.execute(text("SELECT pg_advisory_lock(:n)"), {"n": store_module._WRITERS_LOCK})
+        connection.execute(sql("SELECT pg_advisory_lock(:n)"), {"n": store_module._WRITERS_LOCK})
         try:
             yield
         finally:
-            connection.execute(text("SELECT pg_advisory_unlock(:n)"), {"n": store_module._WRITERS_LOCK})
+            connection.execute(sql("SELECT pg_advisory_unlock(:n)"), {"n": store_module._WRITERS_LOCK})
             connection.rollback()
     engine.dispose()
 
@@ -91,7 +93,7 @@ async def test_parallel_calls_of_an_attempt_draw_different_numbers(pair):
 
 
 async def test_the_same_request_at_both_gateways_draws_different_numbers(pair):
-    """Both count the attempt's calls before the other one's is admitted: the second sample has the seed of the first."""
+    """Both count the calls before the other one's is admitted: the second sample has the seed of the first."""
     (attempt,) = await pair.attempts()
     for url in pair.urls:
         await ask(url, attempt.key, [{"role": "user", "content": url}])
@@ -163,8 +165,7 @@ async def test_parallel_calls_after_another_gateway_went_on_with_an_answer(pair)
     assert (await ask(pair.urls[0], attempt.key))[0] == 200
     with locked(pair.settings.database):
         asking = [
-            asyncio.create_task(ask(pair.urls[1], attempt.key, [{"role": "user", "content": str(i)}]))
-            for i in range(3)
+            asyncio.create_task(ask(pair.urls[1], attempt.key, [{"role": "user", "content": str(i)}])) for i in range(3)
         ]
         await asyncio.sleep(1)
     assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 3
@@ -191,8 +192,15 @@ async def pages(house):
 
 
 async def fill(house, most):
-    """The file holds no more than so many pages."""
-    await house.store.write(lambda connection: connection.exec_driver_sql(f"PRAGMA max_page_count = {most}") and None)
+    """The file holds no more than so many pages, whichever connection writes."""
+    engine = house.store._engine
+    if not hasattr(house, "most_pages"):
+
+        @event.listens_for(engine, "checkout")
+        def limit(connection, record, proxy):
+            connection.execute(f"PRAGMA max_page_count = {house.most_pages}")
+
+    house.most_pages = most
 
 
 async def test_an_answer_that_could_not_be_stored_is_not_the_agents_fault(house):
@@ -200,7 +208,9 @@ async def test_an_answer_that_could_not_be_stored_is_not_the_agents_fault(house)
     and the books know of no lost call."""
     (attempt,) = await house.attempts()
     long = [{"role": "user", "content": "x" * 1000} for _ in range(1)]
-    house.engine.script = lambda prompt, call: Scripted(answer("y" * 300), stall_at=4, stall_until=lambda: free.is_set())
+    house.engine.script = lambda prompt, call: Scripted(
+        answer("y" * 300), stall_at=4, stall_until=lambda: free.is_set()
+    )
     free = asyncio.Event()
     asking = asyncio.create_task(ask(house.url, attempt.key, long))
     await until(lambda: house.engine.log and len(house.engine.log[0].answer) == 4)
@@ -262,7 +272,9 @@ async def test_leases_end_also_after_a_store_was_away(house, monkeypatch):
     await asyncio.wait_for(failed.wait(), 10)
     await asyncio.sleep(0.2)
     monkeypatch.setattr(house.store, "read", house_read)
-    await house.store.write(lambda connection: connection.execute(update(attempts_table).values(lease_until=0)) and None)
+    await house.store.write(
+        lambda connection: connection.execute(update(attempts_table).values(lease_until=0)) and None
+    )
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
             while (await house.admin(get_rollout(attempt.rollout))).state == "running":
@@ -335,9 +347,7 @@ async def test_a_database_that_stood_still_kills_no_gateway(tmp_path, database, 
         await asyncio.sleep(2 * peers.SHARED_BEAT_S)
         claimed = await house.attempts(2)
         house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=4)
-        asking = [
-            asyncio.create_task(ask(url, each.key)) for url, each in zip(house.urls, claimed, strict=True)
-        ]
+        asking = [asyncio.create_task(ask(url, each.key)) for url, each in zip(house.urls, claimed, strict=True)]
         await until(lambda: len(house.engine.log) == 2)
         await asyncio.sleep(0.5)
         with locked(database):
@@ -407,25 +417,266 @@ async def test_a_retry_does_not_wait_for_ever_for_a_call_whose_answer_was_not_st
     await asyncio.sleep(0.3)
     engine = create_engine(make_url(pair.settings.database).set(drivername="postgresql+psycopg"))
     with engine.begin() as connection:  # as a full disk does
-        connection.execute(text("ALTER TABLE nodes ADD CONSTRAINT full_disk CHECK (number < 2)"))
+        connection.execute(sql("ALTER TABLE nodes ADD CONSTRAINT full_disk CHECK (number < 2)"))
     over.set()
     assert (await asking)[0] == 503
     with engine.begin() as connection:
-        connection.execute(text("ALTER TABLE nodes DROP CONSTRAINT full_disk"))
+        connection.execute(sql("ALTER TABLE nodes DROP CONSTRAINT full_disk"))
     engine.dispose()
     try:
-        status, _ = await ask(pair.urls[1], attempt.key, retry=1, timeout=8)
+        status, _ = await ask(pair.urls[1], attempt.key, retry=1, limit_s=8)
     except httpx.ReadTimeout:
         status = 0
     assert status == 200
 
 
 async def test_many_rollouts_can_be_cancelled_at_once(pair, monkeypatch):
-    """`cancel_run` puts all ids into one statement. With more than 65,535 the driver refuses it before it is sent, by an
-    error without a state. The writer takes that for a database that is away and tries for a minute, in which nothing is
+    """`cancel_run` puts all ids into one statement. More than 65,535 the driver refuses before it sends anything, by
+    an error without a state. The writer takes that for a database that is away and tries for a minute, in which nothing is
     written, not even that this gateway is alive; then all that was in the same batch fails too."""
     monkeypatch.setattr(store_module, "AWAY_LIMIT_S", 3.0)
-    ids = [f"big.{index}" for index in range(66_000)]
-    cancelling = asyncio.create_task(pair.store.write(lambda connection: peers._set_ending(connection, ids, True)))
+    many = [f"big.{index}" for index in range(66_000)]
+    cancelling = asyncio.create_task(pair.store.write(lambda connection: peers._set_ending(connection, many, True)))
     (said,) = await asyncio.gather(cancelling, return_exceptions=True)
     assert said is None, str(said)[:100]
+
+
+async def test_a_parallel_call_while_a_broken_off_answer_is_gone_on_with(pair):
+    """One gateway alone has the same race: the commit that replaces the broken-off node by the whole one, and the look
+    of a parallel call that still names it. Both remove it from memory, the second with a KeyError: status 500."""
+    (attempt,) = await pair.attempts()
+    await broken_off(pair, attempt.key)
+    over = asyncio.Event()
+    pair.engine.script = lambda prompt, call: Scripted(
+        answer(f"answer {call}"), stall_at=1, stall_until=lambda: call > 2 or over.is_set()
+    )
+    going_on = asyncio.create_task(ask(pair.urls[1], attempt.key))
+    await until(lambda: len(pair.engine.log) == 2)
+    await asyncio.sleep(0.3)
+    with locked(pair.settings.database):
+        over.set()
+        await until(lambda: pair.engine.log[1].finish)
+        await asyncio.sleep(0.3)
+        beside = asyncio.create_task(ask(pair.urls[1], attempt.key, [{"role": "user", "content": "beside"}]))
+        await asyncio.sleep(0.5)
+    statuses = [status for status, _ in await asyncio.gather(going_on, beside)]
+    assert statuses == [200, 200]
+
+
+async def test_what_is_being_read_while_another_gateway_ends_its_attempt_asks_no_engine(pair, monkeypatch):
+    """A large request is read while the other gateway cancels its rollout. Nothing stops it afterwards: it is admitted
+    in an attempt that has ended, samples to its end, and its tokens are in no book."""
+    (attempt,) = await pair.attempts()
+    assert (await ask(pair.urls[1], attempt.key, [{"role": "user", "content": "first"}]))[0] == 200
+    read, ended = intake.Intake.read, asyncio.Event()
+
+    async def slowly(self, *arguments):
+        asked = await read(self, *arguments)
+        await ended.wait()
+        return asked
+
+    monkeypatch.setattr(intake.Intake, "read", slowly)
+    asking = asyncio.create_task(ask(pair.urls[1], attempt.key))
+    await asyncio.sleep(0.5)
+    await pair.admin(cancel_rollout(attempt.rollout))
+    ended.set()
+    status, _ = await asking
+    totals = await pair.admin(get_totals("r"))
+    assert (status, totals.sampled_tokens) == (403, pair.engine.sampled_tokens)
+
+
+async def test_a_gateway_that_is_told_to_end_ends_its_generations(house):
+    """Killed, its successor lets the engine end what it had asked for; ended in order, it removes itself from the list,
+    and nobody does: the engine samples on for nobody, beside what the retry asks for."""
+    house.engine.script = lambda prompt, call: Scripted(answer("a long answer"), stall_at=4, stall_s=20)
+    (attempt,) = await house.attempts()
+    asking = asyncio.create_task(ask(house.url, attempt.key))
+    await until(lambda: house.engine.log and len(house.engine.log[0].answer) == 4)
+    await house.restart()
+    await asyncio.gather(asking, return_exceptions=True)
+    with contextlib.suppress(TimeoutError):
+        await until(lambda: house.engine.log[0].interrupted.is_set(), 4)
+    assert house.engine.log[0].interrupted.is_set()
+
+
+async def test_an_expired_attempt_is_recorded_at_both_gateways(tmp_path, database, monkeypatch):
+    """The end of a lease, unlike every other end, does not let the other gateways record what they generate first."""
+    monkeypatch.setattr(app, "_EXPIRY_S", 1000.0)
+    async with open_house(tmp_path, database=database) as house:
+        await asyncio.sleep(2 * peers.SHARED_BEAT_S)
+        (attempt,) = await house.attempts()
+        house.engine.script = lambda prompt, call: Scripted(answer("long answer"), stall_at=4)
+        asking = asyncio.create_task(ask(house.urls[1], attempt.key))
+        await until(lambda: house.engine.log and len(house.engine.log[0].answer) == 4)
+        await asyncio.sleep(0.3)
+        await house.store.write(lambda c: c.execute(update(attempts_table).values(lease_until=0)) and None)
+        monkeypatch.setattr(app, "_EXPIRY_S", 0.05)
+        expiring = asyncio.create_task(app._expire(house.store, house.memory))
+        async with asyncio.timeout(20):
+            while (await house.admin(get_rollout(attempt.rollout))).state == "running":
+                await asyncio.sleep(0.05)
+        expiring.cancel()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert (await house.admin(get_totals("r"))).sampled_tokens == house.engine.sampled_tokens == 4
+
+
+async def test_a_beginning_of_another_protocol_is_checked_by_each(house):
+    """What one protocol has read is not looked at again by another one, which asks for more: a field that Messages
+    leaves alone breaks Chat Completions, status 500 in place of 400."""
+    (attempt,) = await house.attempts()
+    odd = [
+        {"role": "user", "content": "hello", "tool_calls": 5},
+        {"role": "assistant", "content": "x", "tool_calls": 5},
+    ]
+    headers = {"authorization": f"Bearer {attempt.key}"}
+    async with httpx.AsyncClient(timeout=20) as http:
+        body = {"messages": odd, "model": "m", "max_tokens": 9}
+        assert (await http.post(f"{house.url}/v1/messages", json=body, headers=headers)).status_code == 200
+        body = {"messages": [*odd, USER], "model": "m"}
+        again = await http.post(f"{house.url}/v1/chat/completions", json=body, headers=headers)
+    assert again.status_code == 400
+
+
+async def test_beginnings_that_grow_are_not_kept_without_bound(house, monkeypatch):
+    """A beginning is only measured when it is read as a whole: one that goes on from another grows past the limit, in
+    four copies for each attempt."""
+    monkeypatch.setattr("harnessed.gateway.wire.growing.MOST_BYTES", 10_000)
+    await house.make_run(context=1_000_000)
+    (attempt,) = await house.attempts()
+    messages = [USER]
+    for _ in range(4):
+        assert (await ask(house.url, attempt.key, messages))[0] == 200
+        messages = [*messages, {"role": "user", "content": "x" * 5000}]
+    (session,) = house.memory._sessions.values()
+    assert max(len(each.whole) for each in session.beginnings) <= 10_000
+
+
+async def test_a_controller_claims_the_rollouts_of_its_own_run_only(house):
+    """`startswith` makes a pattern of the run's name, in which `_` stands for any character."""
+    await house.admin(create_run(RunSpec(id="my-agent-1", policy=str(house.policy), limits=Limits(context=2000))))
+    await house.admin(create_groups([GroupSpec(id="other", run="my-agent-1", task={}, n=1)]))
+    assert await house.admin(claim("my_agent", "controller", 1, 3)) == []
+
+
+async def test_a_call_left_while_it_is_recorded_leaves_nothing_behind(house):
+    """A client leaves while its answer is being committed: its call is noted as unwanted after the only place that
+    forgets it."""
+    (attempt,) = await house.attempts()
+    assert (await ask(house.url, attempt.key, [{"role": "user", "content": "first"}]))[0] == 200
+    house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=0.3)
+    asking = asyncio.create_task(ask(house.url, attempt.key))
+    await until(lambda: len(house.engine.log) == 2)
+    await asyncio.sleep(0.1)
+    slow = asyncio.create_task(house.store.write(lambda connection: time.sleep(1.5)))
+    await until(lambda: house.engine.log[1].finish)
+    await asyncio.sleep(0.3)
+    asking.cancel()
+    await slow
+    await house.left()
+    await asyncio.sleep(0.2)
+    assert not house.exchange._sampler._unwanted
+
+
+async def test_a_closing_that_waits_keeps_its_lease(house):
+    """`drain_s` may be longer than `lease_s`, and the owner cannot renew before the answer to its request: another one
+    takes the closing over meanwhile, and the first is told that its own was done."""
+    house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=4)
+    (attempt,) = await house.attempts()
+    asking = asyncio.create_task(ask(house.url, attempt.key))
+    await until(lambda: house.engine.log)
+    closing = asyncio.create_task(house.admin(close_turnstile("r", "first", CloseMode.FINISH, 1, drain_s=10)))
+    await asyncio.sleep(2)
+    taken = await asyncio.gather(
+        house.admin(close_turnstile("r", "second", CloseMode.FINISH, 30, drain_s=0)), return_exceptions=True
+    )
+    await asyncio.gather(asking, closing, return_exceptions=True)
+    assert isinstance(taken[0], Exception)
+
+
+async def test_an_answer_that_both_gateways_go_on_with_is_in_the_books_of_both(pair):
+    """The same request comes to both at once, after its answer was broken off: both go on from the same node. The one
+    that is later is refused: a client is told 503 in an ordinary run, and what was sampled for it is in no book."""
+    (attempt,) = await pair.attempts()
+    await broken_off(pair, attempt.key)
+    await ask(pair.urls[0], attempt.key, [{"role": "user", "content": "other"}])  # it knows of the attempt
+    pair.engine.script = lambda prompt, call: Scripted(answer(f"answer {call}"), delay_s=0.5)
+    with locked(pair.settings.database):
+        asking = [asyncio.create_task(ask(url, attempt.key)) for url in pair.urls]
+        await asyncio.sleep(1)
+    statuses = [status for status, _ in await asyncio.gather(*asking)]
+    totals = await pair.admin(get_totals("r"))
+    assert (statuses, totals.sampled_tokens) == ([200, 200], pair.engine.sampled_tokens)
+
+
+async def test_a_call_that_could_not_be_noted_when_it_came_is_recorded_when_there_is_room(house):
+    """Nobody waits for the row of a call. If it could not be written (a full disk, for a moment), the answer, seconds
+    later, is refused as one `given up for lost`, though nobody had given it up; its tokens are in no book."""
+    (attempt,) = await house.attempts()
+    assert (await ask(house.url, attempt.key, [{"role": "user", "content": "first"}]))[0] == 200
+    free = asyncio.Event()
+    house.engine.script = lambda prompt, call: Scripted(answer("x"), stall_at=1, stall_until=lambda: free.is_set())
+    await fill(house, await pages(house))
+    asking = asyncio.create_task(ask(house.url, attempt.key, metadata={"x": "y" * 100_000}))
+    await until(lambda: len(house.engine.log) == 2)
+    await asyncio.sleep(0.3)
+    await fill(house, 10**6)
+    free.set()
+    status, said = await asking
+    totals = await house.admin(get_totals("r"))
+    assert (status, totals.sampled_tokens) == (200, house.engine.sampled_tokens), said
+
+
+async def test_a_second_sample_that_had_to_wait_for_its_turn_is_a_sample_of_its_own(house):
+    """Best of four, two at once: the gateway refuses two with 429, their SDK asks again, and because it says that it
+    does, it gets the answers of its neighbours: the harness compares an answer with itself."""
+    await house.make_run(at_once=2)
+    (attempt,) = await house.attempts()
+    house.engine.script = lambda prompt, call: Scripted(answer(f"answer {call}"), delay_s=0.2)
+    completions = house.openai(attempt.key, max_retries=6).chat.completions
+    made = await asyncio.gather(*(completions.create(model="m", messages=[USER]) for _ in range(4)))
+    assert len({each.choices[0].message.content for each in made}) == 4
+
+
+async def test_a_stop_string_is_seen_across_a_break(house):
+    """An answer is interrupted within its stop string, by an update for instance. The engine that goes on looks for the
+    string in what is new only, and samples past it: tokens that no harness has seen are trained and stay in the
+    context."""
+    (attempt,) = await house.attempts()
+    house.engine.script = lambda prompt, call: (
+        Scripted(ids("so EN"), finish="interrupted") if call == 1 else answer("D and much more")
+    )
+    status, said = await ask(house.url, attempt.key, stop=["END"])
+    (node,) = await house.nodes()
+    assert status == 200 and "more" not in said
+    assert "more" not in written(node.answer)
+
+
+def written(answer):
+    return as_text(array("i", answer).tolist())
+
+
+async def test_retention_makes_room(house, monkeypatch):
+    """What is deleted leaves free pages in the SQLite file, which stays as large as it was. A gateway that has stopped
+    to admit calls because the disk is full never goes on by itself, however much retention deletes."""
+    (attempt,) = await house.attempts()
+    assert (await ask(house.url, attempt.key))[0] == 200
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
+    row = {"rollout": attempt.rollout, "attempt": 1, "type": "t", "data": "x" * 2**20, "time": 0.0}
+    await house.store.write(lambda connection: connection.execute(insert(events), [row] * 20) and None)
+    await house.store.write(lambda c: c.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)") and None)
+    old = time.time() - 9 * retention.DAY_S
+    await house.store.write(
+        lambda c: c.execute(update(rollouts).values(created=old, started=old, finished=old)) and None
+    )
+
+    def size():
+        return sum(file.stat().st_size for file in house.folder.glob("gateway.db*"))
+
+    before = size()
+    keeping = asyncio.create_task(retention.keep_small(house.store, 1))
+    with contextlib.suppress(TimeoutError):
+        await until(lambda: size() < before / 2, 5)
+    keeping.cancel()
+    assert await house.nodes() == []
+    assert size() < before / 2

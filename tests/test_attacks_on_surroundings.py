@@ -1,0 +1,411 @@
+"""Attacks on what is around the hot path. Each test fails as long as the defect that its docstring names is there."""
+
+import asyncio
+import contextlib
+import http.server
+import json
+import logging
+import os
+import signal
+import sqlite3
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from command import HARNESSED, environment, make_config, wait_for
+from house import house  # noqa: F401  # a fixture
+
+import harnessed
+from harnessed.client import (
+    ApiError,
+    AsyncClient,
+    Call,
+    Client,
+    claim,
+    close_turnstile,
+    create_groups,
+    create_run,
+    get_rollout,
+    get_turnstile,
+    open_turnstile,
+)
+from harnessed.controller import spawner  # noqa: F401
+from harnessed.gateway import app, retention
+from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.records import CloseMode, GroupSpec, RunSpec, State, TurnstileState
+from harnessed.training import closing
+
+SECRET = "hunter2-the-password"
+
+
+def surroundings(**more: str) -> dict[str, str]:
+    """As a user's shell, with the code that is tested."""
+    return environment(PYTHONPATH=str(Path(harnessed.__file__).parents[1]), **more)
+
+
+def run(*arguments: object, cwd: Path | None = None, limit_s: float = 60, **variables: str):
+    return subprocess.run(
+        [*HARNESSED, *map(str, arguments)],
+        env=surroundings(**variables),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        cwd=cwd,
+    )
+
+
+@contextlib.contextmanager
+def started(said: Path, *arguments: object, **variables: str):
+    """A command that runs, with its output in a file; ended afterwards."""
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [*HARNESSED, *map(str, arguments)], stdout=file, stderr=file, env=surroundings(**variables)
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            process.kill()
+            process.wait()
+
+
+def files_with(folder: Path, text: str) -> list[str]:
+    return [str(each) for each in folder.rglob("*") if each.is_file() and text.encode() in each.read_bytes()]
+
+
+# One folder, one gateway
+
+
+def test_a_second_gateway_on_the_same_folder_is_refused(tmp_path):
+    """Nothing keeps a second gateway from a folder's SQLite file. It takes the first for dead, declares all calls that
+    it has admitted lost, and from then on the two serve half of the truth each."""
+    config, folder = make_config(tmp_path), tmp_path / "house"
+    with started(tmp_path / "first", "gateway", config, f"run.folder={folder}") as first:
+        wait_for(lambda: (folder / "gateway.db").exists() and (folder / "gateway.url").exists(), "the first gateway")
+        url = (folder / "gateway.url").read_text()
+        httpx.get(f"{url}/healthz", timeout=30)
+        with started(tmp_path / "second", "gateway", config, f"run.folder={folder}") as second:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                second.wait(12)
+            assert second.poll() == 2, (tmp_path / "first").read_text() + (tmp_path / "second").read_text()
+        assert first.poll() is None
+
+
+# Passwords and keys
+
+
+def test_a_password_of_the_database_is_not_printed(tmp_path):
+    """A `gateway.database` of the wrong form (postgres:// is what most hosters hand out) is echoed in the complaint,
+    password included: it is in the terminal, and in the log of whatever started the gateway."""
+    result = run("gateway", make_config(tmp_path), f"gateway.database=postgres://user:{SECRET}@host/name")
+    assert result.returncode == 2
+    assert SECRET not in result.stdout + result.stderr
+
+
+def test_a_password_of_the_database_is_not_written_into_the_folder_of_a_run(tmp_path):
+    """`harnessed eval` and `train` write all settings into config.yaml of the run's folder, readable by everybody, and
+    with them the password of `gateway.database`."""
+    folder, database = tmp_path / "run", f"postgresql://user:{SECRET}@127.0.0.1:1/name"
+    result = run("eval", make_config(tmp_path), f"run.folder={folder}", f"gateway.database={database}", limit_s=120)
+    assert result.returncode == 1
+    assert files_with(folder, SECRET) == [] and SECRET not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("database", ["postgresql://user@host:port/name", "postgresql://user@[::1/name"])
+def test_a_wrong_address_of_the_database_is_one_line(tmp_path, database):
+    """What SQLAlchemy cannot read as an URL ends in a traceback, and the setting is not named."""
+    folder = tmp_path / "house"
+    result = run("gateway", make_config(tmp_path), f"run.folder={folder}", f"gateway.database={database}")
+    assert "Traceback" not in result.stderr and "gateway.database" in result.stderr
+    assert result.returncode == 2
+
+
+def test_a_database_without_its_driver_is_one_line(tmp_path):
+    """Without psycopg (it is an extra) `gateway.database` ends in a traceback in place of `pip install ...`."""
+    (tmp_path / "psycopg.py").write_text("raise ModuleNotFoundError(\"No module named 'psycopg'\", name='psycopg')\n")
+    config = make_config(tmp_path)
+    database = "gateway.database=postgresql://user@127.0.0.1:1/name"
+    result = run("gateway", config, f"run.folder={tmp_path / 'house'}", database, cwd=tmp_path)
+    assert "Traceback" not in result.stderr and "pip install" in result.stderr
+    assert result.returncode == 2
+
+
+async def test_an_admin_key_with_a_line_feed_is_not_printed(house):  # noqa: F811
+    """A key file of somebody's own ends in a line feed (so do secrets of Kubernetes). HTTP refuses such a header, with
+    the header in its message: the SDK's error holds the whole admin key, the command line prints it, and a client with
+    patience asks again for minutes what can never be sent."""
+    key = house.keys.sign(ADMIN)
+    result = await asyncio.to_thread(run, "status", "--url", house.url, HARNESSED_ADMIN_KEY=f"{key}\n")
+    assert key not in result.stdout + result.stderr
+
+
+def test_what_rollouts_said_is_for_the_owner_alone(tmp_path):
+    """The secret and the keys have mode 0600, but the database beside them, with all prompts, answers and hidden
+    fields of tasks, is readable by every user of the machine, as the folder is."""
+    folder = tmp_path / "house"
+    with started(tmp_path / "said", "gateway", make_config(tmp_path), f"run.folder={folder}"):
+        wait_for(lambda: (folder / "gateway.db-wal").exists(), "the database")
+        assert [f"{each.name} {each.stat().st_mode & 0o077:o}" for each in folder.glob("gateway.db*")
+                if each.stat().st_mode & 0o077 and folder.stat().st_mode & 0o077] == []  # fmt: skip
+
+
+def test_a_folder_with_a_question_mark_holds_its_database(tmp_path):
+    """The path becomes an URL without being escaped: what follows `?` is taken for options. The records of run.folder
+    `what?` lie in a file `what` beside it, those of `what?x` in the same file: two gateways share it unknowingly."""
+    folder = tmp_path / "what?"
+    with started(tmp_path / "said", "gateway", make_config(tmp_path), f"run.folder={folder}"):
+        wait_for(lambda: (folder / "gateway.url").exists(), "the address")
+        httpx.get((folder / "gateway.url").read_text() + "/healthz", timeout=30)
+        assert (folder / "gateway.db").exists(), sorted(each.name for each in tmp_path.iterdir())
+
+
+# The store was in trouble
+
+
+async def test_leases_end_after_the_store_was_in_trouble(house, monkeypatch):  # noqa: F811
+    """The task that takes attempts from dead controllers dies with the first error of the store (PostgreSQL away for a
+    moment, a lock) and is never seen again: no lease of this gateway ever ends, and rollouts of a dead controller run
+    for ever. The same is true of retention. (The error is made by taking a table away for a moment.)"""
+    monkeypatch.setattr(app, "_EXPIRY_S", 0.05)
+    await house.restart()
+    (attempt,) = await house.attempts()
+    database = sqlite3.connect(house.folder / "gateway.db", isolation_level=None)
+    database.execute("ALTER TABLE attempts RENAME TO away")
+    await asyncio.sleep(1)
+    database.execute("ALTER TABLE away RENAME TO attempts")
+    database.execute("UPDATE attempts SET lease_until = 0")
+    deadline = time.monotonic() + 10
+    while (await house.admin(get_rollout(attempt.rollout))).state != State.QUEUED:
+        assert time.monotonic() < deadline, "the lease ended, and nobody took the attempt"
+        await asyncio.sleep(0.05)
+
+
+async def test_retention_leaves_alone_what_runs(house):  # noqa: F811
+    """`the run's last sign of life` is the last creation, start or end of a rollout: a run whose attempt has been
+    calling all along counts as idle, and the answers of the attempt that runs are deleted under it."""
+    (attempt,) = await house.attempts()
+    client = house.openai(attempt.key)
+    days = 0.5 / retention.DAY_S
+    await asyncio.sleep(1)
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    assert len(await house.nodes()) == 1
+    keeping = asyncio.create_task(retention.keep_small(house.store, days))
+    await asyncio.sleep(0.5)
+    keeping.cancel()
+    assert len(await house.nodes()) == 1, "it called half a second ago, and is not finished"
+
+
+# The trainer's closing
+
+
+async def test_the_lease_of_a_closing_outlives_its_drain(house, monkeypatch):  # noqa: F811
+    """The trainer renews only after its first request has returned, which takes up to drain_s = 120 s, with a lease of
+    60 s: meanwhile status says that it is gone, another owner may take the turnstile, and the trainer then ends with
+    `closed by another`. (Here with a hundredth of the times.)"""
+    assert closing.LEASE_S == 60, "this test scales what trainer.py uses: a lease of 60 s, a drain of 120 s"
+    monkeypatch.setattr(closing, "LEASE_S", 0.6)
+    (attempt,) = await house.attempts()
+    house.engine.hold = threading.Event()
+    gate = threading.Event()
+
+    def slow(prompt, call):
+        gate.wait(20)
+        return [72, 105, 258]
+
+    house.engine._script = slow
+    asking = asyncio.create_task(
+        house.openai(attempt.key).chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    )
+    deadline = time.monotonic() + 10
+    while not (await house.admin(get_turnstile("r"))).in_flight:
+        assert time.monotonic() < deadline, "the call never reached the engine"
+        await asyncio.sleep(0.02)
+
+    def close():
+        with Client(house.url, house.keys.sign(ADMIN)) as gateway, closing.closed(gateway, "r", drain_s=1.2):
+            pass
+
+    closing_it = asyncio.create_task(asyncio.to_thread(close))
+    await asyncio.sleep(0.9)
+    found = await house.admin(get_turnstile("r"))
+    gate.set()
+    with contextlib.suppress(Exception):
+        await closing_it
+    asking.cancel()
+    assert found.owner and found.lease_until > time.time() - 0.3, "its owner lives, and its lease has ended"
+
+
+async def test_a_close_that_is_interrupted_opens(house):  # noqa: F811
+    """Ctrl-C (or a gateway that does not answer in time) during the first request of `closed`, which lasts as long as
+    the drain, leaves the turnstile closed: the `try` begins after it. All calls of the run hang for a minute of lease
+    and ten of grace."""
+    holding = threading.Event()
+
+    class Interrupted(Client):
+        def __call__(self, call):
+            answer = super().__call__(call)
+            if call.path.endswith("/close"):
+                holding.set()
+                raise KeyboardInterrupt  # as it is raised while the answer is waited for
+            return answer
+
+    def close():
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Interrupted(house.url, house.keys.sign(ADMIN)) as gateway,
+            closing.closed(gateway, "r", drain_s=1),
+        ):
+            pass
+
+    await asyncio.to_thread(close)
+    assert holding.is_set()
+    assert (await house.admin(get_turnstile("r"))).state == TurnstileState.OPEN
+
+
+# The SDK
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """`/bad` is in trouble, `/page` is somebody's web page, all else is well."""
+
+    def do_GET(self):
+        bad = self.path.startswith("/bad")
+        body = b"<html>hello</html>" if not bad else b'{"error": {"message": "in trouble"}}'
+        self.send_response(500 if bad else 200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def web_server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+async def test_one_call_in_trouble_among_others_is_told_once(caplog):
+    """Whether people know that a client waits is kept for the client, not for its calls: while one call is asked again
+    and others are answered, every try is a pair of lines, `asking again` and `answers again`. A controller with a
+    report that the gateway cannot take writes them for ever."""
+    with web_server() as url:
+        async with AsyncClient(url, patience_s=2) as client:
+
+            async def others():
+                while True:
+                    await client(Call("GET", "/good", lambda body: None))
+                    await asyncio.sleep(0.02)
+
+            beside = asyncio.create_task(others())
+            with pytest.raises(ApiError):
+                await client(Call("GET", "/bad", lambda body: None))
+            beside.cancel()
+    asked_again = [record for record in caplog.records if "asking again" in record.getMessage()]
+    assert len(asked_again) == 1, f"{len(caplog.records)} lines"
+
+
+def test_status_of_what_is_no_gateway_is_one_line():
+    """Whatever answers with 200 at that address (a proxy's login page, another service on the port of a gateway that
+    has ended) makes `harnessed status` end in a traceback."""
+    with web_server() as url:
+        result = run("status", "--url", url, HARNESSED_ADMIN_KEY="sk-hd.admin.x.y")
+    assert "Traceback" not in result.stderr, result.stderr[-300:]
+    assert result.returncode == 1
+
+
+def test_an_address_that_is_none_is_one_line():
+    """`--url` is not looked at: an address that httpx cannot read is a traceback, as is a wrong `--watch`."""
+    for arguments in (["--url", "http://[gateway"], ["--url", "http://gateway:port"]):
+        result = run("status", *arguments, HARNESSED_ADMIN_KEY="x")
+        assert "Traceback" not in result.stderr, (arguments, result.stderr[-300:])
+    with web_server() as url:
+        result = run("status", "--url", f"{url}/bad", "--watch", "-1", HARNESSED_ADMIN_KEY="x")
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr[-300:]
+
+
+# The control routes
+
+
+@pytest.mark.parametrize("id", ["", "..", "a/b", "a?b", "x\0", "x" * 10_000])
+async def test_a_run_that_no_address_can_name_is_refused(house, id):  # noqa: F811
+    """Groups have ids of a known form, runs have not: the gateway takes one whose own routes cannot be called. Its
+    turnstile, totals and page are out of reach, and nobody can cancel it."""
+    body = RunSpec(id=id, policy=str(house.policy)).model_dump(mode="json")
+    headers = {"authorization": f"Bearer {house.keys.sign(ADMIN)}"}
+    response = await house.http.post(f"{house.url}/api/runs", json=body, headers=headers)
+    assert response.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", f"/api/changes?run=r&wait_s=0&after={2**70}", None),
+        ("GET", f"/api/runs/r/metrics?after={2**70}", None),
+        ("GET", f"/api/rollouts/g.0/attempts/{2**70}/held", None),
+        ("GET", f"/ui/data/rollouts/g.0/{2**70}/1", None),
+        ("POST", "/api/groups", [{"id": "h", "run": "r", "task": {"answer": 2**70}, "n": 1}]),
+        ("POST", "/api/groups", [{"id": "h", "run": "r", "task": {}, "n": 1, "seed": 2**70}]),
+        ("POST", "/api/runs/r/metrics", {"step": 2**70, "values": {}}),
+        ("POST", "/api/attempts/claim", {"run": "r", "owner": "o", "most": -1, "attempts": 1, "wait_s": 0}),
+    ],
+    ids=["after", "metrics", "held", "tokens", "task", "seed", "step", "most"],
+)
+async def test_numbers_out_of_range_are_refused(house, method, path, body):  # noqa: F811
+    """Integers of more than 64 bits are status 500 in place of 400, and the SDK with patience asks again for 5 minutes;
+    a claim of -1 rollouts takes all."""
+    await house.admin(create_groups([GroupSpec(id="g", run="r", task={}, n=2)]))
+    headers = {"authorization": f"Bearer {house.keys.sign(ADMIN)}"}
+    content = None if body is None else json.dumps(body)
+    response = await house.http.request(method, house.url + path, content=content, headers=headers)
+    assert response.status_code in (400, 404), response.text
+
+
+async def test_a_task_with_a_large_number_is_told_in_a_line(tmp_path):
+    """A task of the dataset with an integer of more than 64 bits (an answer in mathematics) breaks the trainer after
+    all services have started, by a traceback that names neither task nor field."""
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"prompt": "2**70", "answer": 2**70}) + "\n")
+    config = make_config(tmp_path, tasks={"held_out": str(tmp_path / "tasks.jsonl")}, evaluation={"tasks": 1,
+                         "greedy_tasks": 0})  # fmt: skip
+    result = await asyncio.to_thread(run, "eval", config, f"run.folder={tmp_path / 'run'}", limit_s=120)
+    assert "Traceback" not in result.stderr, result.stderr[-400:]
+
+
+# Services
+
+
+def test_with_json_each_line_of_a_services_log_is_an_object(tmp_path):
+    """`gateway.log: json` promises an object in each line; that a service was started again is written into its log as
+    plain text."""
+    config, folder = make_config(tmp_path, gateway={"log": "json"}), tmp_path / "house"
+    more = ["controller.external=true"]
+    with started(tmp_path / "said", "up", config, f"run.folder={folder}", *more):
+        said = tmp_path / "said"
+        wait_for(lambda: "Ctrl-C ends all" in said.read_text(), "the house")
+        (pid,) = [
+            int(each.parent.name)
+            for each in Path("/proc").glob("[0-9]*/cmdline")
+            if f"harnessed\0gateway\0{config}".encode() in _bytes(each)
+        ]
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: "started again" in said.read_text(), "its restart")
+    for line in (folder / "logs" / "gateway.log").read_text().splitlines():
+        json.loads(line)
+    for line in said.read_text().splitlines():
+        json.loads(line)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

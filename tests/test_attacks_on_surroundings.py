@@ -5,8 +5,10 @@ import contextlib
 import http.server
 import itertools
 import json
+import logging
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import threading
@@ -20,20 +22,23 @@ from house import house  # noqa: F401  # a fixture
 from scripted_engine import Scripted
 
 import harnessed
+from harnessed import logs
 from harnessed.client import (
     ApiError,
     AsyncClient,
     Call,
     Client,
+    Unreachable,
     close_turnstile,
     create_groups,
+    end_attempt,
     get_rollout,
     get_turnstile,
-    open_turnstile,
+    list_engines,
 )
 from harnessed.gateway import app, retention
 from harnessed.gateway.keys import ADMIN
-from harnessed.records import CloseMode, GroupSpec, RunSpec, State, TurnstileState
+from harnessed.records import CloseMode, Ending, GroupSpec, Outcome, RunSpec, State, TurnstileState
 from harnessed.training import closing
 from harnessed.training.failures import Stalled
 from harnessed.training.tasks import stream
@@ -410,12 +415,7 @@ def test_with_json_each_line_of_a_services_log_is_an_object(tmp_path):
     with started(tmp_path / "said", "up", config, f"run.folder={folder}", *more):
         said = tmp_path / "said"
         wait_for(lambda: "Ctrl-C ends all" in said.read_text(), "the house")
-        (pid,) = [
-            int(each.parent.name)
-            for each in Path("/proc").glob("[0-9]*/cmdline")
-            if f"harnessed\0gateway\0{config}".encode() in _bytes(each)
-        ]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(_pid(f"harnessed\0gateway\0{config}"), signal.SIGKILL)
         wait_for(lambda: "started again" in said.read_text(), "its restart")
     for line in (folder / "logs" / "gateway.log").read_text().splitlines():
         json.loads(line)
@@ -425,8 +425,8 @@ def test_with_json_each_line_of_a_services_log_is_an_object(tmp_path):
 
 def test_a_second_sigterm_leaves_nothing_behind(tmp_path):
     """While services are ended only Ctrl-C is deaf; SIGTERM still raises KeyboardInterrupt (run.py makes it do so), in
-    the middle of ending them. Whoever asks twice (systemd after a shell, an impatient supervisor) gets status 130, and a
-    service that hangs is never killed: it is left behind. (It hangs here because it is stopped.)"""
+    the middle of ending them. Whoever asks twice (an impatient supervisor, say) gets status 130, and a service
+    that hangs is never killed: it is left behind. (It hangs here because it is stopped.)"""
     config, folder, said = make_config(tmp_path), tmp_path / "house", tmp_path / "said"
     with started(said, "up", config, f"run.folder={folder}", "controller.external=true") as up:
         wait_for(lambda: "Ctrl-C ends all" in said.read_text(), "the house")
@@ -465,7 +465,8 @@ async def test_a_gateway_is_ready_though_a_trainer_was_killed(house):  # noqa: F
 
 
 def _pid(command: str) -> int:
-    (found,) = [int(each.parent.name) for each in Path("/proc").glob("[0-9]*/cmdline") if command.encode() in _bytes(each)]
+    processes = Path("/proc").glob("[0-9]*/cmdline")
+    (found,) = [int(each.parent.name) for each in processes if command.encode() in _bytes(each)]
     return found
 
 
@@ -474,3 +475,104 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""
+
+
+def test_an_engine_leaves_with_the_run_that_brought_it(tmp_path):
+    """A run at a gateway of its own registers its engine and never removes it. At a `harnessed up` one is left by every
+    run: the gateway asks each of them for its health, for ever, /metrics has labels for all, and `harnessed status` is
+    a list of the dead. (Their ports are free again: another program gets the questions.)"""
+    config, folder, said = make_config(tmp_path), tmp_path / "house", tmp_path / "said"
+    with started(said, "up", config, f"run.folder={folder}"):
+        wait_for(lambda: "Ctrl-C ends all" in said.read_text(), "the house")
+        url, key = (folder / "gateway.url").read_text(), (folder / "admin.key").read_text()
+        more = [f"run.folder={tmp_path / 'run'}", f"gateway.url={url}", "controller.external=true"]
+        done = run("eval", config, *more, limit_s=120, HARNESSED_ADMIN_KEY=key)
+        assert done.returncode == 0, done.stdout + done.stderr
+        with Client(url, key) as gateway:
+            assert gateway(list_engines()) == []
+
+
+# What agents write
+
+
+FORGED = "\n2026-01-01 00:00:00 ERROR harnessed.gateway.store: all records are lost"
+
+
+async def ask_responses(house, id: str):  # noqa: F811
+    (attempt,) = await house.attempts()
+    body = {"model": "m", "input": "hi", "previous_response_id": id}
+    headers = {"authorization": f"Bearer {attempt.key}"}
+    return await house.http.post(f"{house.url}/v1/responses", json=body, headers=headers)
+
+
+async def test_an_agent_writes_no_lines_of_its_own_into_the_log(house, caplog):  # noqa: F811
+    """A refusal repeats what the agent sent, and in the form `text` a line feed in it begins a new line: an agent can
+    put any line into the gateway's log."""
+    caplog.set_level(logging.INFO, "harnessed")
+    assert (await ask_responses(house, FORGED)).status_code == 400
+    lines = [logs.Text().format(record) for record in caplog.records if record.name == "harnessed.gateway.calls"]
+    assert len(lines) == 1 and "\n" not in lines[0]
+
+
+async def test_a_refusal_is_a_short_line(house, caplog):  # noqa: F811
+    """What is repeated has no limit but that of the request: each refused request of 64 MB is a line of 64 MB in the
+    log. Refusals count against no limit of the attempt, so a looping agent fills the disk and stops all runs."""
+    caplog.set_level(logging.INFO, "harnessed")
+    response = await ask_responses(house, "x" * 2**20)
+    (record,) = (record for record in caplog.records if record.name == "harnessed.gateway.calls")
+    assert response.status_code == 400 and len(record.getMessage()) < 2000
+
+
+async def test_what_an_agent_printed_does_not_command_the_terminal(house):  # noqa: F811
+    """The reason of an outcome is the last line that the agent printed. `harnessed rollouts list` (and the trainer's
+    own lines, `show`, `logs`) hand its escape sequences to the terminal: an agent, or a page that it has read, can
+    rewrite what was shown before, set the title, or write to the clipboard of whoever looks."""
+    (attempt,) = await house.attempts()
+    reason = "exit status 1: \x1b]52;c;cm0gLXJmIH4K\x07\x1b[2J\x1b[31mall is well"
+    await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.AGENT_EXIT, reason=reason, reward=0), 3))
+    listed = await asyncio.to_thread(run, "rollouts", "list", house.folder)
+    assert "all is well" in listed.stdout and "\x1b" not in listed.stdout
+
+
+@pytest.mark.parametrize("sent", ["bearer {key}", "BEARER {key}"])
+async def test_the_scheme_of_a_key_may_be_written_in_any_case(house, sent):  # noqa: F811
+    """HTTP's names of schemes are case-insensitive (RFC 9110, 11.1), and some clients write `bearer`."""
+    headers = {"authorization": sent.format(key=house.keys.sign(ADMIN))}
+    assert (await house.http.get(f"{house.url}/api/engines", headers=headers)).status_code == 200
+    assert (await house.http.get(f"{house.url}/metrics", headers=headers)).status_code == 200
+
+
+async def test_a_proxy_with_a_password_of_its_own_does_not_hide_the_login(house):  # noqa: F811
+    """Behind a proxy with basic authentication, which people put before a dashboard, the browser sends
+    `Authorization: Basic` with every request. Any such header hides the cookie: the login succeeds, and the next
+    request is 401."""
+    await house.http.post(f"{house.url}/ui/login", content=house.keys.sign(ADMIN))
+    assert (await house.http.get(f"{house.url}/ui/data/runs")).status_code == 200
+    basic = {"authorization": "Basic dXNlcjpwYXNzd29yZA=="}
+    assert (await house.http.get(f"{house.url}/ui/data/runs", headers=basic)).status_code == 200
+
+
+def test_a_call_waits_no_longer_than_its_deadline():
+    """client.py: `A call waits for at most its own deadline`. The deadline is one for each byte: a server (or a
+    half-dead proxy) that sends one from time to time holds a trainer for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended = threading.Event()
+
+        def trickle():
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+                while not ended.wait(0.2):
+                    connection.sendall(b" ")
+
+        server = threading.Thread(target=trickle, daemon=True)
+        server.start()
+        began = time.monotonic()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with contextlib.suppress(Unreachable), Client(url) as client:
+            client(Call("GET", "/", lambda body: None, timeout_s=1))
+        took = time.monotonic() - began
+        ended.set()
+        server.join(5)
+    assert took < 10, f"a deadline of 1 s, and it took {took:.0f} s"

@@ -59,3 +59,21 @@ async def test_a_log_out_that_failed_is_told(house, page):
     await page.route("**/ui/logout", lambda route: route.abort())
     await page.click("button:text('Log out')")
     await page.get_by_role("alert").or_(page.locator(".failure")).first.wait_for(timeout=10_000)
+
+
+async def test_a_deep_tool_call_does_not_take_its_transcript_away(house, page):
+    """The arguments of a call are drawn field by field, as deep as the model nested them: a few thousand levels are
+    more than the browser's stack, and the whole transcript (and each that stands beside it) cannot be shown."""
+    await house.make_run(context=200_000)
+    (attempt,) = await house.attempts(group="deep")
+    arguments = '{"a":' * 6000 + "1" + "}" * 6000
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00001", "content": "done"},
+    ]
+    await house.openai(attempt.key).chat.completions.create(model="m", messages=messages)
+    await open_page(house, page, f"rollout/{attempt.rollout}")
+    await page.wait_for_selector(".message.user, .failure", timeout=15_000)
+    assert "hello" in await page.locator("#page").inner_text()

@@ -36,9 +36,12 @@ from harnessed.client import (
     get_turnstile,
     list_engines,
 )
+from harnessed.config import ConfigError
+from harnessed.controller.predecessor import Predecessor
 from harnessed.gateway import app, retention
 from harnessed.gateway.keys import ADMIN
 from harnessed.records import CloseMode, Ending, GroupSpec, Outcome, RunSpec, State, TurnstileState
+from harnessed.services import ServiceDied
 from harnessed.training import closing
 from harnessed.training.failures import Stalled
 from harnessed.training.tasks import stream
@@ -576,3 +579,52 @@ def test_a_call_waits_no_longer_than_its_deadline():
         ended.set()
         server.join(5)
     assert took < 10, f"a deadline of 1 s, and it took {took:.0f} s"
+
+
+# Words that are not kept
+
+
+async def test_the_end_of_an_attempt_may_be_told_twice(house):  # noqa: F811
+    """docs/sdk.md: `end_attempt returns what the first ending made of the rollout`. After an infrastructure failure,
+    which is when answers get lost, the same report again is status 409."""
+    (attempt,) = await house.attempts()
+    ending = end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.INFRASTRUCTURE, reason="evicted"), 3)
+    first = await house.admin(ending)
+    assert await house.admin(ending) == first
+
+
+async def test_a_lease_that_cannot_be_renewed_is_no_traceback(house, monkeypatch):  # noqa: F811
+    """The trainer's client raises ServiceDied while it waits, when a service has ended for good. The thread that renews
+    the lease does not expect it: the run's one line about the dead service comes with a traceback of the thread."""
+    monkeypatch.setattr(closing, "LEASE_S", 0.4)
+    wrong = []
+    monkeypatch.setattr(threading, "excepthook", wrong.append)
+    dead = threading.Event()
+
+    def meanwhile():
+        if dead.is_set():
+            raise ServiceDied("the gateway ended with status 1")
+
+    def close():
+        key = house.keys.sign(ADMIN)
+        with (
+            contextlib.suppress(ServiceDied),
+            Client(house.url, key, patience_s=30, meanwhile=meanwhile) as gateway,
+            closing.closed(gateway, "r", drain_s=1),
+        ):
+            dead.set()
+            gateway._http.base_url = "http://127.0.0.1:1"  # as after its end
+            time.sleep(0.5)
+
+    await asyncio.to_thread(close)
+    assert wrong == []
+
+
+def test_a_second_controller_in_a_folder_is_refused(tmp_path):
+    """The folder's lock tells a second controller that the first one lives, and it goes on all the same, in the first
+    one's folders (template homes, logs, the attempts themselves when both are given the same rollout in turn). What it
+    holds is not written down, so after its death nobody gives it back."""
+    first = Predecessor(tmp_path, "first")
+    with pytest.raises(ConfigError):
+        Predecessor(tmp_path, "second")
+    assert first.name == ""

@@ -680,3 +680,25 @@ async def test_retention_makes_room(house, monkeypatch):
     keeping.cancel()
     assert await house.nodes() == []
     assert size() < before / 2
+
+
+async def test_a_call_that_was_seen_before_it_was_broken_off_elsewhere_is_gone_on_with(pair):
+    """One gateway has seen that the other one makes an answer (it served a parallel call meanwhile, say), which is then
+    broken off because its client left. The call stays `begun elsewhere` for as long as its node is there: the retry
+    waits for an answer that nobody makes, without end, and so does every further one."""
+    (attempt,) = await pair.attempts()
+    pair.engine.script = lambda prompt, call: (
+        Scripted(answer("one two"), stall_at=4) if call == 1 else Scripted(answer(" and on"))
+    )
+    first = asyncio.create_task(ask(pair.urls[1], attempt.key))
+    await until(lambda: pair.engine.log and len(pair.engine.log[0].answer) == 4)
+    await asyncio.sleep(0.3)
+    assert (await ask(pair.urls[0], attempt.key, [{"role": "user", "content": "beside"}]))[0] == 200
+    first.cancel()
+    await until(lambda: pair.engine.log[0].finish)
+    await asyncio.sleep(0.3)
+    try:
+        status, said = await ask(pair.urls[0], attempt.key, limit_s=8)
+    except httpx.ReadTimeout:
+        status, said = 0, ""
+    assert (status, "one  and on" in said) == (200, True)

@@ -124,9 +124,10 @@ async def load(store: Store, attempt: AttemptId, gateway: str, policy: Callable[
 
 async def catch_up(store: Store, session: Session, gateway: str) -> bool:
     """Bring a session up to date; whether its attempt goes on."""
-    after, undelivered, shared = session.seen, session.undelivered(), store.shared
+    after, undelivered, shared, before = session.seen, session.undelivered(), store.shared, session.admitted
     found = await store.write(lambda c: find(c, session.attempt, gateway, after, undelivered, shared))
     take(session, found, known=set(session.tree.nodes))
+    session.calls += session.admitted - before  # since the store was asked
     return found.live and not found.ending
 
 

@@ -146,7 +146,8 @@ def claim(
     query = (
         select(rollouts, groups.c.task)
         .join(groups, groups.c.id == rollouts.c.group)
-        .where(and_(rollouts.c.state == State.QUEUED, or_(rollouts.c.run == run, rollouts.c.run.startswith(f"{run}-"))))
+        .where(rollouts.c.state == State.QUEUED)
+        .where(or_(rollouts.c.run == run, rollouts.c.run.startswith(f"{run}-", autoescape=True)))
         .order_by(rollouts.c.created, rollouts.c.group, rollouts.c.index)
         .limit(most)
     )

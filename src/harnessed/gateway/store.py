@@ -130,6 +130,12 @@ class Store:
 
         return await asyncio.to_thread(query)
 
+    async def shrink(self) -> None:
+        """Give back the room of what was deleted. PostgreSQL does so by itself."""
+        if not self.shared:
+            await self.write(_vacuum)
+            await self.read(lambda connection: connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all())
+
     def next_change(self) -> asyncio.Event:
         """Set when the journal grows. Take it before reading the journal, so that nothing falls between."""
         return self._changed
@@ -226,6 +232,10 @@ class Store:
             self.wake()
 
 
+def _vacuum(connection: Connection) -> None:
+    connection.exec_driver_sql("PRAGMA incremental_vacuum").all()
+
+
 _LOCK = text("SELECT pg_advisory_xact_lock(:number)")
 
 
@@ -272,8 +282,8 @@ def _is_away(error: Exception) -> bool:
     """Whether the database was lost from sight, so that nobody knows whether the transaction was kept."""
     if not isinstance(error, DBAPIError):
         return False
-    # An error that comes from the server has a state; that no connection was had, has none.
-    return error.connection_invalidated or getattr(error.orig, "sqlstate", "") is None
+    # Without a statement it was no connection that was had. What the server says has a state.
+    return error.connection_invalidated or (error.statement is None and getattr(error.orig, "sqlstate", "") is None)
 
 
 def _sqlite(url: str, power_safe: bool) -> Engine:
@@ -287,6 +297,7 @@ def _sqlite(url: str, power_safe: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # the driver's own BEGIN comes too late for savepoints
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file; `shrink` needs it
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if power_safe else 'NORMAL'}")
 

@@ -432,8 +432,8 @@ async def test_a_retry_does_not_wait_for_ever_for_a_call_whose_answer_was_not_st
 
 async def test_many_rollouts_can_be_cancelled_at_once(pair, monkeypatch):
     """`cancel_run` puts all ids into one statement. More than 65,535 the driver refuses before it sends anything, by
-    an error without a state. The writer takes that for a database that is away and tries for a minute, in which nothing
-    is written, not even that this gateway is alive; then all that was in the same batch fails too."""
+    an error without a state. The writer takes that for a database that is away and tries for a minute, in which
+    nothing is written, not even that this gateway is alive; then all that was in the same batch fails too."""
     monkeypatch.setattr(store_module, "AWAY_LIMIT_S", 3.0)
     many = [f"big.{index}" for index in range(66_000)]
     cancelling = asyncio.create_task(pair.store.write(lambda connection: peers._set_ending(connection, many, True)))

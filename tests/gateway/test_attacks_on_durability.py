@@ -201,6 +201,7 @@ async def fill(house, most):
             connection.execute(f"PRAGMA max_page_count = {house.most_pages}")
 
     house.most_pages = most
+    await house.store.write(lambda connection: connection.exec_driver_sql(f"PRAGMA max_page_count = {most}") and None)
 
 
 async def test_an_answer_that_could_not_be_stored_is_not_the_agents_fault(house):

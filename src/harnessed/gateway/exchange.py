@@ -21,11 +21,11 @@ from harnessed.gateway.intake import Asked, Intake
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.preview import Preview
-from harnessed.gateway.progress import current, waits_for
+from harnessed.gateway.progress import STORE, current, waits_for
 from harnessed.gateway.recording import Admitted, admit, admit_alone, mark_delivered, mark_left
 from harnessed.gateway.sampling import LIMIT, Sampler
-from harnessed.gateway.session import Pending, Session
-from harnessed.gateway.store import Store
+from harnessed.gateway.session import Pending, Session, attempt_ended
+from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.transcript import Place
 from harnessed.gateway.wire.turn import Address, Turn, Wire, WireError
 
@@ -158,8 +158,7 @@ class Exchange:
         if self._store.trouble:
             raise WireError(503, "store_failed", f"nothing can be stored now: {self._store.trouble}")
         if session.calls >= session.limits.calls:
-            self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
-            raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
+            raise self._no_more_calls(session)
         at_once = f"at most {session.limits.at_once} answers are sampled for an attempt at once"
         if n > session.limits.at_once:
             raise WireError(400, "too_many_answers", f"{n} answers were asked for: {at_once}")
@@ -181,14 +180,30 @@ class Exchange:
         note = partial(admit, attempt=session.attempt, admitted=admitted, turn=turn)
         if not self._store.shared:
             self._store.write_soon(note)
-        elif not await self._store.write(partial(admit_alone, attempt=session.attempt, admitted=admitted, turn=turn)):
-            # Another gateway goes on with what was begun.
+        elif not await self._admit_alone(session, admitted, turn):
             choices = self._sampler.choices(session, asked, call, [])
         previews = [Preview() for _ in choices] if turn.stream else []
         answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call, previews, note))
         pending = Pending(call, place.prompt, answers, turn.wanted, previews, most_tokens)
         session.wait_for(pending)
         return pending
+
+    async def _admit_alone(self, session: Session, admitted: Admitted, turn: Turn) -> bool:
+        """Where other gateways serve the attempt too: whether none of them goes on with what was begun of this answer.
+        Raises WireError."""
+        waits_for(STORE)
+        try:
+            return await self._store.write(
+                partial(admit_alone, attempt=session.attempt, admitted=admitted, turn=turn, most=session.limits.calls)
+            )
+        except Refused as error:
+            if error.status == 403:
+                raise attempt_ended(session.attempt) from error
+            raise self._no_more_calls(session) from error
+
+    def _no_more_calls(self, session: Session) -> WireError:
+        self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
+        return WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
 
     def _delivered(self, session: Session, pending: Pending) -> None:
         numbers = [node.number for node in pending.answers.result()]

@@ -32,6 +32,8 @@ MISSING_S = 1.0
 BEAT_S = 2.0
 SHARED_BEAT_S = 0.25
 """Of gateways that have to notice what others do."""
+AT_ONCE = 1000
+"""Rollouts in one statement."""
 MARK_S = 1.0
 """Within this time of its last byte an answer is marked as delivered."""
 OWNER_GRACE_S = 600.0
@@ -304,8 +306,9 @@ def _ending(connection: Connection, id: str) -> list[str]:
 
 
 def _set_ending(connection: Connection, ids: list[str], value: bool) -> None:
-    live = and_(attempts.c.rollout.in_(ids), attempts.c.live)
-    connection.execute(update(attempts).where(live).values(ending=value))
+    for at in range(0, len(ids), AT_ONCE):
+        live = and_(attempts.c.rollout.in_(ids[at : at + AT_ONCE]), attempts.c.live)
+        connection.execute(update(attempts).where(live).values(ending=value))
 
 
 def _unmarked_elsewhere(connection: Connection, ids: list[str], id: str) -> bool:

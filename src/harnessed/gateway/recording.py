@@ -124,14 +124,17 @@ def living(connection: Connection, rollouts: list[str]) -> set[AttemptId]:
     return {(rollout, number) for rollout, number in connection.execute(query)}
 
 
-def admit_alone(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: Turn) -> bool:
+def admit_alone(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: Turn, most: int) -> bool:
     """Admit a call where other gateways may end its attempt, or answer the same request; whether none of them does the
-    latter now. Raises Refused (403)."""
+    latter now. Raises Refused: 403 if the attempt has ended, 429 if it has `most` calls."""
     mine = is_of(attempts.c.rollout, attempts.c.number, attempt)
     live = connection.execute(select(attempts.c.live, attempts.c.ending).where(mine)).one()
     if not live.live or live.ending:
         raise Refused(403, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
-    same = and_(is_of(calls.c.rollout, calls.c.attempt, attempt), calls.c.prompt == admitted.prompt)
+    of_attempt = is_of(calls.c.rollout, calls.c.attempt, attempt)
+    if connection.execute(select(func.count()).where(of_attempt)).scalar_one() >= most:
+        raise Refused(429, f"attempt {attempt[1]} of rollout {attempt[0]} has its {most} calls")
+    same = and_(of_attempt, calls.c.prompt == admitted.prompt)
     others = and_(same, calls.c.gateway != admitted.gateway, calls.c.state == CallState.ADMITTED)
     alone = connection.execute(select(calls.c.id).where(others).limit(1)).first() is None
     admit(connection, attempt, admitted, turn)

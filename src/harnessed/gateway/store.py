@@ -233,7 +233,7 @@ class Store:
 
 
 def _vacuum(connection: Connection) -> None:
-    connection.exec_driver_sql("PRAGMA incremental_vacuum").all()
+    connection.connection.cursor().execute("PRAGMA incremental_vacuum").fetchall()  # a step for each page
 
 
 _LOCK = text("SELECT pg_advisory_xact_lock(:number)")

@@ -85,11 +85,12 @@ async def test_parallel_calls_of_an_attempt_draw_different_numbers(pair):
     admitted since: parallel identical calls (best of n) get the same seed, hence the same answer, which is then trained
     as several samples."""
     (attempt,) = await pair.attempts()
+    await ask(pair.url, attempt.key, [{"role": "user", "content": "so that it knows of the attempt"}])
     with locked(pair.settings.database):
         asking = [asyncio.create_task(ask(pair.url, attempt.key)) for _ in range(4)]
         await waiting(pair, 4)
     assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 4
-    assert len({logged.seed for logged in pair.engine.log}) == 4
+    assert len({logged.seed for logged in pair.engine.log[1:]}) == 4
 
 
 async def test_the_same_request_at_both_gateways_draws_different_numbers(pair):
@@ -106,15 +107,16 @@ async def test_the_same_request_at_both_gateways_draws_different_numbers(pair):
 
 async def test_parallel_calls_do_not_pass_the_limit(pair):
     """By the same cause an attempt of three calls has as many as it sends at once."""
-    await pair.make_run(calls=3)
+    await pair.make_run(calls=4)
     (attempt,) = await pair.attempts()
+    await ask(pair.url, attempt.key, [{"role": "user", "content": "so that it knows of the attempt"}])
     with locked(pair.settings.database):
         asking = [
             asyncio.create_task(ask(pair.url, attempt.key, [{"role": "user", "content": str(i)}])) for i in range(6)
         ]
         await waiting(pair, 6)
     statuses = [status for status, _ in await asyncio.gather(*asking)]
-    assert (statuses.count(200), (await pair.admin(get_totals("r"))).calls) == (3, 3)
+    assert (statuses.count(200), (await pair.admin(get_totals("r"))).calls) == (3, 4)
 
 
 async def test_a_gateway_with_a_long_name_is_not_buried_again_and_again(pair):

@@ -169,7 +169,11 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     peers = Peers(store, id, name, turnstiles, attempts)
     if store.shared:
         attempts.elsewhere = peers.ending
-    engines.may_go_on = peers.may_go_on
+
+    async def may_go_on(run: str, rollout: str) -> bool:
+        return await peers.may_go_on(run) and attempts.has(rollout)
+
+    engines.may_go_on = may_go_on
     await peers.join()
     surroundings = Surroundings(store)
     board = Board(id, calls, store, engines, turnstiles, surroundings)

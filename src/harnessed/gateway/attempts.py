@@ -113,6 +113,10 @@ class Attempts:
                 if attempt[0] in set(rollouts):  # what it has read may be older than the end
                     loading.add_done_callback(self._end)
 
+    def has(self, rollout: str) -> bool:
+        """Whether an attempt of it is here, and as the store has it."""
+        return any(attempt[0] == rollout for attempt in self._sessions)
+
     def failed_by_store(self, attempt: AttemptId, why: str) -> None:
         """A call of it was refused, or not answered, because nothing could be stored."""
         self._failed[attempt] = why

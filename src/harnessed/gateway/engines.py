@@ -80,7 +80,7 @@ class _Running:
     unwanted: bool = False
 
 
-async def _always(_: str) -> bool:
+async def _always(_run: str, _rollout: str) -> bool:
     return True
 
 
@@ -100,8 +100,8 @@ class Engines:
         )
         self.sampled: Counter[str] = Counter()
         """Engine -> tokens that it gave."""
-        self.may_go_on: Callable[[str], Awaitable[bool]] = _always
-        """Asked about a run before an answer that an engine broke off is gone on with."""
+        self.may_go_on: Callable[[str, str], Awaitable[bool]] = _always
+        """Asked about a run and a rollout before an answer that an engine broke off is gone on with."""
         self._routing = Routing(self._session)
         self._stored: set[str] = set()
         """Ids of engines that the store was last seen to hold."""
@@ -223,7 +223,7 @@ class Engines:
                 failed = f"engine {server.spec.id} broke its answer off"
                 if server.spec.speaks == Dialect.CHAT:
                     raise EngineFailed(failed)
-                if not await self.may_go_on(run):
+                if not await self.may_go_on(run, rollout):
                     raise Interrupted("its turnstile is closed")
             except _Lost as error:
                 failed = f"engine {server.spec.id} was lost: {error}"

@@ -115,7 +115,8 @@ class Attempts:
 
     def has(self, rollout: str) -> bool:
         """Whether an attempt of it is here, and as the store has it."""
-        return any(attempt[0] == rollout for attempt in self._sessions)
+        found = [session for attempt, session in self._sessions.items() if attempt[0] == rollout]
+        return any(not (session.ended or session.outdated) for session in found)
 
     def failed_by_store(self, attempt: AttemptId, why: str) -> None:
         """A call of it was refused, or not answered, because nothing could be stored."""

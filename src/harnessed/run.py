@@ -18,7 +18,7 @@ from typing import Self
 import yaml
 
 from harnessed.client import Client, create_run, examine_template, register_engine
-from harnessed.config import Config, ConfigError
+from harnessed.config import Config, ConfigError, hide_passwords
 from harnessed.controller.check import check as check_controller
 from harnessed.gateway.app import SECRET
 from harnessed.gateway.keys import ADMIN, METRICS, Keyring
@@ -107,7 +107,10 @@ class Run:
         Raises services.ServiceDied, client.ApiError, client.Unreachable.
         """
         config = self._config
-        used = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        settings = config.model_dump(mode="json")
+        if config.gateway.database is not None:
+            settings["gateway"]["database"] = hide_passwords(config.gateway.database)
+        used = yaml.safe_dump(settings, sort_keys=False)
         (self.folder / "config.yaml").write_text(f"# As it was used; it came from {self._arguments[0]}.\n{used}")
         options = ["--folder", str(self.folder)]
         if config.gateway.url is None:

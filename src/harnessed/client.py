@@ -351,7 +351,7 @@ def get_held_seconds(rollout: str, attempt: int) -> Call[float]:
 def end_attempt(rollout: str, attempt: int, ending: Ending, attempts: int) -> Call[Rollout]:
     """Report an ending. `infrastructure` queues the rollout again while it has had fewer than `attempts` attempts.
 
-    Status 409: the attempt has ended, perhaps by this very report, whose answer was lost.
+    Again, it returns the rollout as it is. Status 409: the attempt was cancelled, or another one has begun.
     """
     body = _dump(ending) | {"attempts": attempts}
     # The gateway waits up to 30 s for what its engine still generates for the attempt.

@@ -52,9 +52,11 @@ _FAREWELL_S = 5.0
 
 def admin_key() -> str:
     """Raises ConfigError."""
-    key = os.environ.get(ADMIN_KEY_VARIABLE)
+    key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
     if not key:
         raise ConfigError(f"gateway.url names a running gateway: set {ADMIN_KEY_VARIABLE} to its admin key")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{ADMIN_KEY_VARIABLE} holds characters that no key has")
     return key
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from sqlalchemy import Connection, Engine, create_engine, event, insert, make_url, text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, make_url, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from harnessed.config import ConfigError
 from harnessed.gateway.migrations import migrate
@@ -71,7 +71,7 @@ class Store:
         """`committed` is told the writes and seconds of each group commit, in the writer's thread; `client` names the
         process to the database. Raises ConfigError."""
         self._committed = committed
-        self.shared = make_url(url).get_backend_name() == "postgresql"
+        self.shared = _address(url).get_backend_name() == "postgresql"
         """Whether other gateways may use it too."""
         self.trouble = ""
         """Why the last commit failed; empty if it did not."""
@@ -309,16 +309,29 @@ def _sqlite(url: str, power_safe: bool) -> Engine:
     return engine
 
 
+def _address(url: str) -> URL:
+    """Raises ConfigError."""
+    try:
+        return make_url(url)
+    except (ArgumentError, ValueError):  # what they say may hold the password
+        raise ConfigError("gateway.database: not an address of the form postgresql://user@host:5432/name") from None
+
+
 def _postgresql(url: str, client: str) -> Engine:
+    """Raises ConfigError."""
     # A gateway that stands still in a transaction must not hold the lock of all for ever.
     options = "-c idle_in_transaction_session_timeout=10s"
-    return create_engine(
-        make_url(url).set(drivername="postgresql+psycopg"),
-        connect_args={"application_name": client, "connect_timeout": 5, "options": options},
-        pool_pre_ping=True,
-        json_serializer=_dumps,
-        json_deserializer=orjson.loads,
-    )
+    try:
+        return create_engine(
+            make_url(url).set(drivername="postgresql+psycopg"),
+            connect_args={"application_name": client, "connect_timeout": 5, "options": options},
+            pool_pre_ping=True,
+            json_serializer=_dumps,
+            json_deserializer=orjson.loads,
+        )
+    except ModuleNotFoundError:
+        why = "pip install -e '.[postgresql]' in the folder of Harnessed"
+        raise ConfigError(f"gateway.database: a PostgreSQL database needs psycopg: {why}") from None
 
 
 def _dumps(value: Any) -> str:

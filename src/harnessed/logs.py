@@ -41,6 +41,12 @@ def redact(text: str) -> str:
     return _KEYS.sub(lambda found: f"{found['before'] or ''}***", text)
 
 
+def visible(text: str, kept: str = "") -> str:
+    """With control characters as they are written in code: what others wrote begins no line and commands no terminal.
+    `kept` stay."""
+    return "".join(each if each.isprintable() or each in kept else repr(each)[1:-1] for each in text)
+
+
 class Text(logging.Formatter):
     """Time, level, logger, message; of a call, its FIELDS behind it: `[run=demo rollout=g.0 attempt=1 call=2f6d]`."""
 
@@ -48,6 +54,7 @@ class Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = visible(record.message)
         said = super().formatMessage(record)
         about = {name: value for name in FIELDS if (value := getattr(record, name, None))}
         return f"{said} [{' '.join(f'{name}={value}' for name, value in about.items())}]" if about else said

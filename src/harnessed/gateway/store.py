@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from sqlalchemy import Connection, Engine, create_engine, event, insert, make_url, text
+from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from harnessed.config import ConfigError
@@ -62,7 +62,7 @@ class Store:
 
     def __init__(
         self,
-        url: str,
+        url: str | URL,
         committed: Callable[[int, float], None] = lambda writes, seconds: None,
         *,
         power_safe: bool = False,
@@ -276,7 +276,9 @@ def _is_away(error: Exception) -> bool:
     return error.connection_invalidated or getattr(error.orig, "sqlstate", "") is None
 
 
-def _sqlite(url: str, power_safe: bool) -> Engine:
+def _sqlite(url: str | URL, power_safe: bool) -> Engine:
+    # It holds what rollouts said; the files that SQLite puts beside it get its mode.
+    os.close(os.open(make_url(url).database or "", os.O_RDWR | os.O_CREAT, 0o600))
     engine = create_engine(
         url,
         connect_args={"check_same_thread": False, "timeout": 30},
@@ -297,7 +299,7 @@ def _sqlite(url: str, power_safe: bool) -> Engine:
     return engine
 
 
-def _postgresql(url: str, client: str) -> Engine:
+def _postgresql(url: str | URL, client: str) -> Engine:
     # A gateway that stands still in a transaction must not hold the lock of all for ever.
     options = "-c idle_in_transaction_session_timeout=10s"
     return create_engine(

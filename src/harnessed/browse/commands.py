@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import URL, Connection, create_engine
 
 from harnessed.browse.export import export
 from harnessed.browse.prune import prune
@@ -138,7 +138,8 @@ def _opened(folder: Path) -> Iterator[tuple[Connection, RunSpec]]:
     database = folder / DATABASE
     if not database.is_file():
         raise ConfigError(f"{folder} is no run's folder: it has no {DATABASE}")
-    with create_engine(f"sqlite:///file:{database.resolve()}?mode=ro&uri=true").connect() as connection:
+    url = URL.create("sqlite", database=database.resolve().as_uri(), query={"mode": "ro", "uri": "true"})
+    with create_engine(url).connect() as connection:
         runs = list_runs(connection)
         if not runs:
             raise ConfigError(f"{folder} holds no run yet")

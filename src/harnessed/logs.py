@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Literal
 
+Form = Literal["text", "json"]
 FIELDS = ("run", "rollout", "attempt", "call")
 _KEYS = re.compile(
     r"(?P<before>/a/|[?&]key=|\bBearer\s+|\b(?:x-api-key|x-goog-api-key|authorization)['\"]?\s*[:=,]\s*b?['\"]?)"
@@ -20,7 +21,7 @@ _KEYS = re.compile(
 )
 
 
-def configure(form: Literal["text", "json"]) -> None:
+def configure(form: Form) -> None:
     """Log to stderr from now on: the project from INFO on, others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Json() if form == "json" else Text())
@@ -34,6 +35,13 @@ def say(text: str) -> None:
         logging.getLogger("harnessed").info(text)
     else:
         print(f"harnessed: {text}", file=sys.stderr, flush=True)
+
+
+def entry(form: Form, text: str) -> str:
+    """A line that another process writes into the log of one that logs in this form."""
+    if form == "text":
+        return f"harnessed: {text}"
+    return Json().format(logging.makeLogRecord({"name": "harnessed", "levelname": "WARNING", "msg": text}))
 
 
 def redact(text: str) -> str:

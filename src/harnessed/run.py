@@ -11,12 +11,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import yaml
 
+from harnessed import logs
 from harnessed.client import Client, create_run, examine_template, register_engine
 from harnessed.config import Config, ConfigError
 from harnessed.controller.check import check as check_controller
@@ -75,7 +77,7 @@ class Run:
         self.gateway_url, self._gateway_socket = _place(gateway.url, gateway.host, gateway.port, "gateway.port")
         self.engine_url, self._engine_socket = _place(engine.url, engine.host, engine.port, "engine.port")
         self.folder = _new_folder(config)  # the last check, for it makes the folder
-        self._services = Services(self.folder / "logs")
+        self._services = Services(self.folder / "logs", partial(logs.entry, config.gateway.log))
         self.gateway: Client
 
     def __enter__(self) -> Self:

@@ -106,7 +106,7 @@ async def _body(request: Request, type_: type[T], most: int | None) -> T:
             raise Refused(413, f"this request has at most {most} bytes")
     try:
         given = TypeAdapter(type_).validate_json(body)
-        orjson.dumps(given, default=_as_json)
+        orjson.dumps(given, default=_as_json, option=orjson.OPT_NON_STR_KEYS)
     except ValidationError as error:
         fault = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}") from None

@@ -322,7 +322,7 @@ class Event(Record):
     """Anything else worth keeping about a rollout."""
 
     rollout: str
-    attempt: Whole
+    attempt: int = Field(ge=0, lt=2**31)
     type: str
     data: dict[str, Any] = Field(default_factory=dict)
     time: float | None = None

@@ -22,8 +22,8 @@ from harnessed.gateway.store import Refused
 from harnessed.gateway.web.cookie import sent_key
 
 T = TypeVar("T")
-MOST_NUMBER = 2**63 - 1
-"""What databases count to."""
+MOST_NUMBER = 2**31 - 1
+"""What the store counts to."""
 
 
 class Packed(Response):

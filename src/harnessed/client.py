@@ -12,6 +12,7 @@ docstring says otherwise.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -55,6 +56,9 @@ _PAUSES_S = (0.05, 2.0)
 """First and longest pause before a server is asked again; each is twice the last, and shortened by chance."""
 
 
+_INCOMPLETE = "the answer was not complete in time"
+
+
 class ApiError(Exception):
     """The server refused a call. `status` is its HTTP status."""
 
@@ -91,37 +95,39 @@ class Call(Generic[T]):
             timeout=self.timeout_s,
         )
 
-    def read(self, response: httpx.Response) -> T:
-        if response.is_success:
-            return self.parse(response.content)
+    def read(self, status: int, body: bytes) -> T:
+        if 200 <= status < 300:
+            return self.parse(body)
         try:
-            message = orjson.loads(response.content)["error"]["message"]
+            message = orjson.loads(body)["error"]["message"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            message = response.text[:500]
-        raise ApiError(f"{self.method} {self.path}", response.status_code, message)
+            message = body[:500].decode(errors="replace")
+        raise ApiError(f"{self.method} {self.path}", status, message)
 
 
 class _Patience:
-    """How long one client waits for its server; tells people once that it does, and once that it need not any more."""
+    """How long one client waits for its server; tells people once that it does, and once that it need not any more,
+    however many of its calls wait."""
 
     def __init__(self, url: str, patience_s: float) -> None:
         self._url = url
         self._patience_s = patience_s
-        self._waiting = False
+        self._waiting: set[_Waiting] = set()
 
     def begin(self) -> "_Waiting":
         return _Waiting(self, time.monotonic() + self._patience_s)
 
-    def wait(self, problem: Exception) -> None:
+    def wait(self, waiting: "_Waiting", problem: Exception) -> None:
         if not self._waiting:
             limit = "" if self._patience_s == math.inf else f" for up to {self._patience_s:.0f} s"
             log.warning("%s; asking again%s", problem, limit)
-        self._waiting = True
+        self._waiting.add(waiting)
 
-    def answered(self) -> None:
-        if self._waiting:
-            log.warning("%s answers again", self._url)
-        self._waiting = False
+    def end(self, waiting: "_Waiting", *, answered: bool) -> None:
+        if waiting in self._waiting:
+            self._waiting.discard(waiting)
+            if answered and not self._waiting:
+                log.warning("%s answers again", self._url)
 
 
 class _Waiting:
@@ -132,6 +138,12 @@ class _Waiting:
         self._deadline = deadline
         self._pause_s = _PAUSES_S[0]
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, raised: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self._patience.end(self, answered=raised is None)
+
     def pause_s(self, problem: Exception) -> float:
         """How long to wait before asking again. Raises the problem if the call is refused, or the time is up."""
         refused = isinstance(problem, ApiError) and problem.status < 500 and problem.status != 429
@@ -139,7 +151,7 @@ class _Waiting:
         if refused or time.monotonic() + pause_s > self._deadline:
             raise problem
         self._pause_s = min(2 * self._pause_s, _PAUSES_S[1])
-        self._patience.wait(problem)
+        self._patience.wait(self, problem)
         return pause_s
 
 
@@ -149,23 +161,33 @@ class Client:
     def __init__(
         self, url: str, key: str = "", *, patience_s: float = 0, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """`meanwhile` is called before a server is asked again; what it raises ends the wait."""
+        """`meanwhile` is called before a server is asked again; what it raises ends the wait. Raises ValueError if
+        HTTP cannot carry the key."""
         self.url = url
         self._patience = _Patience(url, patience_s)
         self._meanwhile = meanwhile
         self._http = httpx.Client(base_url=url, headers=_authorisation(key), trust_env=False)
 
     def __call__(self, call: Call[T]) -> T:
-        waiting = self._patience.begin()
-        while True:
-            try:
-                answer = call.read(self._http.send(call.request(self._http)))
-            except (httpx.TransportError, ApiError) as error:
-                self._meanwhile()
-                time.sleep(waiting.pause_s(_problem(self.url, call, error)))
-            else:
-                self._patience.answered()
-                return answer
+        with self._patience.begin() as waiting:
+            while True:
+                try:
+                    return call.read(*self._ask(call))
+                except (httpx.TransportError, ApiError) as error:
+                    self._meanwhile()
+                    time.sleep(waiting.pause_s(_problem(self.url, call, error)))
+
+    def _ask(self, call: Call[T]) -> tuple[int, bytes]:
+        """The status and body of an answer."""
+        deadline = time.monotonic() + call.timeout_s
+        request = call.request(self._http)
+        body = bytearray()
+        with contextlib.closing(self._http.send(request, stream=True)) as response:
+            for chunk in response.iter_bytes():  # httpx limits the wait for each
+                body += chunk
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout(_INCOMPLETE, request=request)
+        return response.status_code, bytes(body)
 
     def __enter__(self) -> Self:
         return self
@@ -183,15 +205,22 @@ class AsyncClient:
         self._http = httpx.AsyncClient(base_url=url, headers=_authorisation(key), trust_env=False)
 
     async def __call__(self, call: Call[T]) -> T:
-        waiting = self._patience.begin()
-        while True:
-            try:
-                answer = call.read(await self._http.send(call.request(self._http)))
-            except (httpx.TransportError, ApiError) as error:
-                await asyncio.sleep(waiting.pause_s(_problem(self.url, call, error)))
-            else:
-                self._patience.answered()
-                return answer
+        with self._patience.begin() as waiting:
+            while True:
+                try:
+                    return call.read(*await self._ask(call))
+                except (httpx.TransportError, ApiError) as error:
+                    await asyncio.sleep(waiting.pause_s(_problem(self.url, call, error)))
+
+    async def _ask(self, call: Call[T]) -> tuple[int, bytes]:
+        """The status and body of an answer."""
+        request = call.request(self._http)
+        try:
+            async with asyncio.timeout(call.timeout_s):
+                response = await self._http.send(request)
+        except TimeoutError:
+            raise httpx.ReadTimeout(_INCOMPLETE, request=request) from None
+        return response.status_code, response.content
 
     async def __aenter__(self) -> Self:
         return self
@@ -201,6 +230,10 @@ class AsyncClient:
 
 
 def _authorisation(key: str) -> dict[str, str]:
+    """Without what surrounds a key in a file."""
+    key = key.strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("the key holds characters that no HTTP header can hold")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
@@ -351,7 +384,7 @@ def get_held_seconds(rollout: str, attempt: int) -> Call[float]:
 def end_attempt(rollout: str, attempt: int, ending: Ending, attempts: int) -> Call[Rollout]:
     """Report an ending. `infrastructure` queues the rollout again while it has had fewer than `attempts` attempts.
 
-    Status 409: the attempt has ended, perhaps by this very report, whose answer was lost.
+    Again, it returns the rollout as it is. Status 409: the attempt was cancelled, or another one has begun.
     """
     body = _dump(ending) | {"attempts": attempts}
     # The gateway waits up to 30 s for what its engine still generates for the attempt.

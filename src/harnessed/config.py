@@ -7,6 +7,7 @@ wrong with a configuration is one `ConfigError` whose text names the setting, it
 
 import difflib
 import os
+import re
 import sys
 import types
 import typing
@@ -42,6 +43,14 @@ Command = Annotated[list[str], AfterValidator(_fill_places)]
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 """`module:function`; the module may lie beside the configuration file."""
+
+
+_PASSWORD = re.compile(r"(://[^:@/\s]*:).*(?=@)|(password=)[^&\s'\"]*")
+
+
+def hide_passwords(text: str) -> str:
+    """Those of addresses, such as `postgresql://user:password@host/name`."""
+    return _PASSWORD.sub(lambda found: f"{found[1] or found[2]}***", text)
 
 
 class Settings(BaseModel):
@@ -314,7 +323,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not YAML: {hide_passwords(' '.join(str(error).split()))}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, such as `policy:` and `tasks:`")
     return tree
@@ -324,17 +333,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     keys = name.split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"override {override!r} is not of the form section.setting=value")
+        raise ConfigError(f"override {hide_passwords(override)!r} is not of the form section.setting=value")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"override {override!r}: the value is not YAML") from None
+        raise ConfigError(f"override {hide_passwords(override)!r}: the value is not YAML") from None
     if isinstance(value, str) and _is_path(keys):
         value = str(Path.cwd() / value)
     for key in keys[:-1]:
         child = tree.setdefault(key, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {key} is a value, not a section")
+            raise ConfigError(f"override {hide_passwords(override)!r}: {key} is a value, not a section")
         tree = child
     tree[keys[-1]] = value
 
@@ -371,7 +380,9 @@ def _explain(error: ValidationError) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "string_pattern_mismatch":
         message = "must have the form " + ("module:function" if "function" in name else fault["ctx"]["pattern"])
-    return f"{name}: {message}, got {fault['input']!r}" if fault["type"] != "value_error" else message
+    return (
+        f"{name}: {message}, got {hide_passwords(repr(fault['input']))}" if fault["type"] != "value_error" else message
+    )
 
 
 def _nearest(keys: list[str]) -> str:

@@ -3,6 +3,7 @@
 `cli.py` opens a `Run` for `harnessed train` and `harnessed eval`; at its end every process that it started has ended.
 """
 
+import dataclasses
 import json
 import os
 import secrets
@@ -19,8 +20,16 @@ from typing import Self
 import yaml
 
 from harnessed import logs
-from harnessed.client import Client, create_run, examine_template, register_engine
-from harnessed.config import Config, ConfigError
+from harnessed.client import (
+    ApiError,
+    Client,
+    Unreachable,
+    create_run,
+    examine_template,
+    register_engine,
+    remove_engine,
+)
+from harnessed.config import Config, ConfigError, hide_passwords
 from harnessed.controller.check import check as check_controller
 from harnessed.gateway.app import SECRET
 from harnessed.gateway.keys import ADMIN, METRICS, Keyring
@@ -39,13 +48,17 @@ ADMIN_KEY_FILE = "admin.key"
 METRICS_KEY_FILE = "metrics.key"
 """For a scraper of `GET /metrics`."""
 URL_FILE = "gateway.url"
+_FAREWELL_S = 5.0
+"""How long a gateway that goes on may take to forget the run's engine."""
 
 
 def admin_key() -> str:
     """Raises ConfigError."""
-    key = os.environ.get(ADMIN_KEY_VARIABLE)
+    key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
     if not key:
         raise ConfigError(f"gateway.url names a running gateway: set {ADMIN_KEY_VARIABLE} to its admin key")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{ADMIN_KEY_VARIABLE} holds characters that no key has")
     return key
 
 
@@ -78,6 +91,8 @@ class Run:
         self.engine_url, self._engine_socket = _place(engine.url, engine.host, engine.port, "engine.port")
         self.folder = _new_folder(config)  # the last check, for it makes the folder
         self._services = Services(self.folder / "logs", partial(logs.entry, config.gateway.log))
+        self._engine_id = f"{self.id}-engine"
+        self._is_registered = False
         self.gateway: Client
 
     def __enter__(self) -> Self:
@@ -86,6 +101,16 @@ class Run:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._services.stop()
+        if self._is_registered and self._config.gateway.url is not None:
+            self._remove_engine()
+
+    def _remove_engine(self) -> None:
+        """From a gateway that goes on without the run."""
+        try:
+            with Client(self.gateway_url, admin_key()) as gateway:
+                gateway(dataclasses.replace(remove_engine(self._engine_id), timeout_s=_FAREWELL_S))
+        except (ApiError, Unreachable) as error:
+            print(f"warning: the run's engine is still registered: {error}")
 
     @property
     def restarts(self) -> Counter[str]:
@@ -109,7 +134,10 @@ class Run:
         Raises services.ServiceDied, client.ApiError, client.Unreachable.
         """
         config = self._config
-        used = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        settings = config.model_dump(mode="json")
+        if config.gateway.database is not None:
+            settings["gateway"]["database"] = hide_passwords(config.gateway.database)
+        used = yaml.safe_dump(settings, sort_keys=False)
         (self.folder / "config.yaml").write_text(f"# As it was used; it came from {self._arguments[0]}.\n{used}")
         options = ["--folder", str(self.folder)]
         if config.gateway.url is None:
@@ -149,10 +177,15 @@ class Run:
         """Register the engine as soon as it answers. Raises services.ServiceDied."""
         settings = self._config.engine
         engine = EngineSpec(
-            id=f"{self.id}-engine", url=self.engine_url, run=self.id, speaks=settings.speaks, model=settings.model
+            id=self._engine_id, url=self.engine_url, run=self.id, speaks=settings.speaks, model=settings.model
         )
-        limit = settings.start_limit_s
-        self._services.wait("the engine was not ready", lambda: self.gateway(register_engine(engine)).healthy, limit)
+
+        def ready() -> bool:
+            registered = self.gateway(register_engine(engine))
+            self._is_registered = True
+            return registered.healthy
+
+        self._services.wait("the engine was not ready", ready, settings.start_limit_s)
 
     def watch(self) -> Watch:
         limits, evaluator = self._config.controller, self._config.evaluator

@@ -111,9 +111,9 @@ class Services:
     def stop(self) -> None:
         """End one after the other, the latest first; kill what has not ended in time.
 
-        Ctrl-C is deaf meanwhile: this is short, and it must not leave processes behind.
+        Ctrl-C and SIGTERM are deaf meanwhile: this is short, and it must not leave processes behind.
         """
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         deadline = time.monotonic() + STOP_LIMIT_S
         with self._lock:
             for service in reversed(self._services):
@@ -127,7 +127,8 @@ class Services:
             self._stopping.set()
         if self._watching.is_alive():
             self._watching.join()
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def _watch(self) -> None:
         while not self._stopping.wait(POLL_S):

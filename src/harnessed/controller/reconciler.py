@@ -84,9 +84,12 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
 
     `client` has patience: a gateway that is away is asked again as long as the controller lives. Attempts live in
     `folder`. Returns when no process of them is left.
-    Raises ConfigError or TemplateError if the harness or the evaluator does not start, ApiError if the gateway
-    refuses the controller as such.
+    Raises ConfigError if another controller has the folder, ConfigError or TemplateError if the harness or the
+    evaluator does not start, ApiError if the gateway refuses the controller as such.
     """
+    # A name of this process alone: what an earlier controller held is not adopted.
+    owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    predecessor = Predecessor(folder, owner)
     wake, stopping = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -103,7 +106,7 @@ async def run_controller(config: Config, client: AsyncClient, folder: Path, run:
         await asyncio.wait([opening, ending], return_when=asyncio.FIRST_COMPLETED)
         if opening.done():
             await opening
-            await Reconciler(config, client, runner, wake, run, folder).run(stopping)
+            await Reconciler(config, client, runner, wake, run, owner).run(stopping, predecessor.name)
     finally:
         opening.cancel()
         ending.cancel()
@@ -125,16 +128,14 @@ async def _held_seconds(client: AsyncClient, assignment: Assignment) -> float:
 
 class Reconciler:
     def __init__(
-        self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event, run: str, folder: Path
+        self, config: Config, client: AsyncClient, runner: Runner, wake: asyncio.Event, run: str, owner: str
     ) -> None:
         self._run = run
         self._config = config.controller
         self._client = client
         self._runner = runner
         self._wake = wake
-        # A name of this process alone: what an earlier controller held is not adopted.
-        self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._predecessor = Predecessor(folder, self._owner)
+        self._owner = owner
         self._burying: asyncio.Task[None] | None = None
         self._leased: set[str] = set()
         self._claimed_since_renewal: set[str] = set()
@@ -146,10 +147,10 @@ class Reconciler:
         self._renew_at = 0.0
         self._reports: dict[str, asyncio.Task[None]] = {}
 
-    async def run(self, stopping: asyncio.Event) -> None:
-        """Reconcile until told to stop; then stop the runner and report."""
-        if self._predecessor.name:
-            self._burying = self._begin(self._bury(self._predecessor.name))
+    async def run(self, stopping: asyncio.Event, predecessor: str) -> None:
+        """Reconcile until told to stop; then stop the runner and report. `predecessor`: who died here, if anybody."""
+        if predecessor:
+            self._burying = self._begin(self._bury(predecessor))
         try:
             while not stopping.is_set():
                 self._wake.clear()

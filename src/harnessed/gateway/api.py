@@ -5,10 +5,9 @@ records of `records.py` as JSON; transcripts are msgpack, so that arrays stay by
 """
 
 import asyncio
-import contextlib
 import re
 import time
-from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -55,6 +54,8 @@ SETTLE_LIMIT_S = 30.0
 """How long the end of an attempt waits for what the engine still generates for it."""
 CANCEL_LIMIT_S = 4.0
 """Somebody waits for a cancellation; what the engine does not finish within this is lost, and counted so."""
+AT_ONCE = 1000
+"""Rollouts that are cancelled in one transaction."""
 MOST_EVENT_BYTES = 2**16
 
 
@@ -219,19 +220,10 @@ class Api:
         return rollouts
 
     async def _cancel(self, rollouts: list[str]) -> None:
-        def cancel(connection: Connection) -> None:
-            for rollout in rollouts:
-                lifecycle.cancel_rollout(connection, rollout, time.time())
-            recording.fail_open_calls(connection, rollouts, time.time())
-
-        async with self._ending(rollouts, CANCEL_LIMIT_S):
-            await self._store.write(cancel)
-
-    @contextlib.asynccontextmanager
-    async def _ending(self, rollouts: list[str], limit_s: float) -> AsyncIterator[None]:
-        """Around the end of attempts, at this gateway and at the others."""
-        async with self._attempts.ending(rollouts, limit_s), self._peers.ending(rollouts, limit_s):
-            yield
+        for at in range(0, len(rollouts), AT_ONCE):
+            part = rollouts[at : at + AT_ONCE]
+            async with self._attempts.ending(part, CANCEL_LIMIT_S):
+                await self._store.write(partial(_cancel, rollouts=part))
 
     async def get_transcripts(self, request: Request) -> Packed:
         group = request.path_params["group"]
@@ -270,11 +262,12 @@ class Api:
         rollout, attempt = request.path_params["rollout"], request.path_params["n"]
 
         def end(connection: Connection) -> Rollout:
+            recording.fail_open_calls(connection, [rollout], time.time())
             return lifecycle.end_attempt(connection, rollout, attempt, body, body.attempts, time.time())
 
         if (await self._store.read(lambda connection: lifecycle.get_rollout(connection, rollout))).attempt != attempt:
             return await self._store.write(end)  # refuses, and leaves alone the attempt that lives
-        async with self._ending([rollout], SETTLE_LIMIT_S):
+        async with self._attempts.ending([rollout], SETTLE_LIMIT_S):
             return await self._store.write(end)
 
     async def claim(self, request: Request, body: Claim) -> list[Assignment]:
@@ -338,3 +331,9 @@ async def _set_before(event: asyncio.Event, deadline: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def _cancel(connection: Connection, rollouts: list[str]) -> None:
+    for rollout in rollouts:
+        lifecycle.cancel_rollout(connection, rollout, time.time())
+    recording.fail_open_calls(connection, rollouts, time.time())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import logging
 import secrets
 import signal
 import socket
@@ -43,6 +44,7 @@ from harnessed.gateway.surroundings import Surroundings
 from harnessed.gateway.turnstile import Turnstiles
 from harnessed.gateway.web.pages import Pages
 
+log = logging.getLogger(__name__)
 DATABASE = "gateway.db"
 SECRET = "gateway.secret"
 _EXPIRY_S = 5.0
@@ -149,7 +151,7 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     """The application, with its store and engines open. `name`: what takes the place of what, among the gateways of a
     store."""
     keyring = Keyring.from_file(folder / SECRET)
-    id = f"{name}-{secrets.token_hex(4)}"
+    id = f"{name}-{secrets.token_hex(4)}"[-60:]  # PostgreSQL knows its clients by no longer names
     instruments = Instruments()
     calls = Calls(instruments.ended)
     store = Store(
@@ -166,6 +168,13 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     intake = Intake(engines, settings.body_mb << 20)
     exchange = Exchange(store, attempts, intake, sampler, keyring, id)
     peers = Peers(store, id, name, turnstiles, attempts)
+    if store.shared:
+        attempts.elsewhere = peers.ending
+
+    async def may_go_on(run: str, rollout: str) -> bool:
+        return await peers.may_go_on(run) and attempts.has(rollout)
+
+    engines.may_go_on = may_go_on
     await peers.join()
     surroundings = Surroundings(store)
     board = Board(id, calls, store, engines, turnstiles, surroundings)
@@ -193,6 +202,8 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     finally:
         for task in running:
             task.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(attempts.stop_all(), SHUTDOWN_S)
         intake.close()
         await engines.close()
         await peers.leave()
@@ -200,9 +211,14 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
 
 
 async def _expire(store: Store, attempts: Attempts) -> None:
-    """Take attempts from controllers that no longer renew."""
+    """Take attempts from controllers that no longer renew, and forget those that other gateways have ended."""
     while True:
         await asyncio.sleep(_EXPIRY_S)
-        if overdue := await store.read(lambda connection: lifecycle.overdue(connection, time.time())):
-            async with attempts.ending(overdue, CANCEL_LIMIT_S):
-                await store.write(partial(lifecycle.expire, rollouts=overdue, now=time.time()))
+        try:
+            if overdue := await store.read(lambda connection: lifecycle.overdue(connection, time.time())):
+                async with attempts.ending(overdue, CANCEL_LIMIT_S):
+                    await store.write(partial(lifecycle.expire, rollouts=overdue, now=time.time()))
+            if store.shared:
+                await attempts.forget_ended()
+        except Exception:  # whatever the store's trouble is: leases end also after it
+            log.exception("attempts could not be taken from controllers that are gone")

@@ -8,7 +8,8 @@ its part of what others decide.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from harnessed.config import ConfigError
@@ -16,13 +17,16 @@ from harnessed.gateway.catchup import catch_up, load
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.peers import LostCall
 from harnessed.gateway.progress import STORE, waits_for
-from harnessed.gateway.recording import AttemptId, record_fault
+from harnessed.gateway.recording import AttemptId, living, record_fault
 from harnessed.gateway.sampling import Sampler, generations
 from harnessed.gateway.session import Pending, Session, attempt_ended, read_again
 from harnessed.gateway.store import Store
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.wire.turn import WireError
 from harnessed.records import EngineSpec
+
+AT_ONCE = 500
+"""Attempts in one statement."""
 
 
 class Attempts:
@@ -39,6 +43,10 @@ class Attempts:
         self._templates: dict[str, ChatTemplate] = {}
         self._ending: Counter[str] = Counter()
         """Rollouts whose attempt is being ended."""
+        self._failed: dict[AttemptId, str] = {}
+        """Attempts whose last call failed by the store, and why."""
+        self.elsewhere: Callable[[list[str], float], contextlib.AbstractAsyncContextManager[None]] | None = None
+        """Around the end of attempts: the other gateways' part."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -91,7 +99,11 @@ class Attempts:
                     each.cancel()
             for session in sessions:
                 await self._blame_engine(session)
-            yield
+            for attempt in [each for each in self._failed if each[0] in set(rollouts)]:
+                fault = f"engine: {self._failed.pop(attempt)}"
+                await self._store.write(partial(record_fault, attempt=attempt, request="store", what=fault))
+            async with self.elsewhere(list(rollouts), limit_s) if self.elsewhere else contextlib.nullcontext():
+                yield
         finally:
             self._ending.subtract(rollouts)
             self._ending += Counter()
@@ -100,6 +112,33 @@ class Attempts:
             for attempt, loading in self._loading.items():
                 if attempt[0] in set(rollouts):  # what it has read may be older than the end
                     loading.add_done_callback(self._end)
+
+    def has(self, rollout: str) -> bool:
+        """Whether an attempt of it is here, and as the store has it."""
+        found = [session for attempt, session in self._sessions.items() if attempt[0] == rollout]
+        return any(not (session.ended or session.outdated) for session in found)
+
+    def failed_by_store(self, attempt: AttemptId, why: str) -> None:
+        """A call of it was refused, or not answered, because nothing could be stored."""
+        self._failed[attempt] = why
+
+    def overcame_store(self, attempt: AttemptId) -> None:
+        """A later one was answered."""
+        self._failed.pop(attempt, None)
+
+    async def forget_ended(self) -> None:
+        """Those that another gateway has ended."""
+        known = list(self._sessions)
+        for at in range(0, len(known), AT_ONCE):
+            part = known[at : at + AT_ONCE]
+            live = await self._store.read(partial(living, rollouts=[rollout for rollout, _ in part]))
+            for attempt in part:
+                if attempt not in live and (session := self._sessions.get(attempt)):
+                    self._forget(session)
+
+    async def stop_all(self) -> None:
+        """This gateway ends: so does what it lets engines generate."""
+        await asyncio.gather(*(self._sampler.interrupt(*each) for each in _unanswered(list(self._sessions.values()))))
 
     async def interrupt_run(self, run: str) -> None:
         """Running generations stop, and go on from their tokens when the run's turnstile opens."""

@@ -124,9 +124,10 @@ async def load(store: Store, attempt: AttemptId, gateway: str, policy: Callable[
 
 async def catch_up(store: Store, session: Session, gateway: str) -> bool:
     """Bring a session up to date; whether its attempt goes on."""
-    after, undelivered, shared = session.seen, session.undelivered(), store.shared
+    after, undelivered, shared, before = session.seen, session.undelivered(), store.shared, session.admitted
     found = await store.write(lambda c: find(c, session.attempt, gateway, after, undelivered, shared))
     take(session, found, known=set(session.tree.nodes))
+    session.calls += session.admitted - before  # since the store was asked
     return found.live and not found.ending
 
 
@@ -169,6 +170,10 @@ def _mirror(session: Session, open_: dict[str, Call], found: Found) -> None:
         if call.id not in known and (whole or call.state == CallState.ADMITTED):
             session.pending.setdefault(call.prompt, []).append(pending)
         pending.unseen = call.gateway in found.unseen
+        if not (whole or call.state == CallState.ADMITTED):
+            session.drop(pending)  # it was broken off, and can be gone on with
+            pending.answers.cancel()
+            continue
         if whole and not pending.answers.done():
             pending.answers.set_result(given)
         if call.left or (pending.answers.done() and call.gateway not in found.alive):
@@ -185,7 +190,8 @@ def _pending(call: Call) -> Pending:
 def _open(connection: Connection, attempt: AttemptId, gateway: str, answered: set[str]) -> list[Call]:
     columns = [calls.c[name] for name in ("id", "gateway", "state", "left", "prompt", "wanted", "most_tokens")]
     query = select(*columns).where(is_of(calls.c.rollout, calls.c.attempt, attempt))
-    unanswered = query.where(calls.c.gateway != gateway, calls.c.state == CallState.ADMITTED)
+    others = select(gateways.c.id).where(gateways.c.id != gateway)
+    unanswered = query.where(calls.c.gateway.in_(others), calls.c.state == CallState.ADMITTED)
     rows = list(connection.execute(unanswered))
     ids = sorted(answered)
     for at in range(0, len(ids), AT_ONCE):

@@ -6,7 +6,7 @@
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -80,6 +80,10 @@ class _Running:
     unwanted: bool = False
 
 
+async def _always(_run: str, _rollout: str) -> bool:
+    return True
+
+
 class Engines:
     """The engines of all runs. One HTTP session for all of them; close it at the end."""
 
@@ -96,6 +100,8 @@ class Engines:
         )
         self.sampled: Counter[str] = Counter()
         """Engine -> tokens that it gave."""
+        self.may_go_on: Callable[[str, str], Awaitable[bool]] = _always
+        """Asked about a run and a rollout before an answer that an engine broke off is gone on with."""
         self._routing = Routing(self._session)
         self._stored: set[str] = set()
         """Ids of engines that the store was last seen to hold."""
@@ -217,6 +223,8 @@ class Engines:
                 failed = f"engine {server.spec.id} broke its answer off"
                 if server.spec.speaks == Dialect.CHAT:
                     raise EngineFailed(failed)
+                if not await self.may_go_on(run, rollout):
+                    raise Interrupted("its turnstile is closed")
             except _Lost as error:
                 failed = f"engine {server.spec.id} was lost: {error}"
                 running.lost.add(server.spec.id)

@@ -9,6 +9,7 @@ import asyncio
 import re
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers, QueryParams
@@ -20,11 +21,11 @@ from harnessed.gateway.intake import Asked, Intake
 from harnessed.gateway.keys import Key, Keyring
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.preview import Preview
-from harnessed.gateway.progress import current, waits_for
-from harnessed.gateway.recording import Admitted, admit, mark_delivered, mark_left
+from harnessed.gateway.progress import STORE, current, waits_for
+from harnessed.gateway.recording import Admitted, admit, admit_alone, mark_delivered, mark_left
 from harnessed.gateway.sampling import LIMIT, Sampler
-from harnessed.gateway.session import Pending, Session
-from harnessed.gateway.store import Store
+from harnessed.gateway.session import Pending, Session, attempt_ended
+from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.transcript import Place
 from harnessed.gateway.wire.turn import Address, Turn, Wire, WireError
 
@@ -53,18 +54,21 @@ class Exchange:
             session = await self._session(scope)
             progress.of(session.run, session.attempt)
             body = await self._intake.body(receive)
+            if session.outdated:  # while the body came
+                session = await self._session(scope)
             await self._attempts.catch_up(session)
             asked = await self._intake.read(wire, session, body, _address(scope))
             progress.streamed = asked.turn.stream
             self._note_delivered(session, asked.proven)
             connection: Connection = scope["extensions"][CONNECTION]["of"]
             gone = connection.gone
-            pending = await self._repeated(session, asked.turn, asked.place, _retry_count(scope), gone)
+            retry_count = session.retry_count(asked.place.prompt, asked.turn.wanted, _retry_count(scope))
+            pending = await self._repeated(session, asked.turn, asked.place, retry_count, gone)
             if gone.done():
                 if pending:
                     pending.waiting -= 1
                 return
-            pending = pending or self._begin(session, asked)
+            pending = pending or await self._begin(session, asked)
             progress.joins(pending.id, pending.stage)
             arrived = await deliver(send, gone, wire, session, pending, asked.turn)
             if not (arrived or gone.done()):
@@ -72,6 +76,8 @@ class Exchange:
                 connection.reset()
         except WireError as error:
             progress.error = error
+            if error.code == "store_failed":
+                self._attempts.failed_by_store((progress.rollout, progress.attempt), error.message)
             await send_json(send, error.status, wire.render_error(error))
             return
         if arrived:
@@ -146,34 +152,58 @@ class Exchange:
             self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, proven))
             session.drop_delivered(proven)
 
-    def _check_admission(self, session: Session, n: int) -> None:
+    def _check_admission(self, session: Session, asked: Asked) -> None:
+        n, key = asked.turn.wanted.n, (asked.place.prompt, asked.turn.wanted)
         self._attempts.check(session)
         if self._store.trouble:
             raise WireError(503, "store_failed", f"nothing can be stored now: {self._store.trouble}")
         if session.calls >= session.limits.calls:
-            self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
-            raise WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
+            raise self._no_more_calls(session)
         at_once = f"at most {session.limits.at_once} answers are sampled for an attempt at once"
         if n > session.limits.at_once:
             raise WireError(400, "too_many_answers", f"{n} answers were asked for: {at_once}")
         if session.answers_at_once + n > session.limits.at_once:
+            session.refused[key] += 1
             raise WireError(429, "rate_limit_exceeded", f"{at_once}: ask again when some have arrived")
 
-    def _begin(self, session: Session, asked: Asked) -> Pending:
+    async def _begin(self, session: Session, asked: Asked) -> Pending:
         """Admit a call within its limits and start to sample its answers."""
         turn, place = asked.turn, asked.place
-        self._check_admission(session, turn.wanted.n)
+        self._check_admission(session, asked)
         call, now = secrets.token_hex(8), time.time()
-        choices = self._sampler.choices(session, turn, place, asked.segment, asked.chat_length, call)
+        begun = [] if asked.segment is None else session.take_interrupted(place.prompt, turn.wanted)
+        choices = self._sampler.choices(session, asked, call, begun)
         session.calls += 1
+        session.admitted += 1
         most_tokens = sum(each.generation.max_tokens for each in choices)
         admitted = Admitted(call, self._gateway, place.prompt, most_tokens, now)
-        self._store.write_soon(lambda connection: admit(connection, session.attempt, admitted, turn))
+        note = partial(admit, attempt=session.attempt, admitted=admitted, turn=turn)
+        if not self._store.shared:
+            self._store.write_soon(note)
+        elif not await self._admit_alone(session, admitted, turn):
+            choices = self._sampler.choices(session, asked, call, [])
         previews = [Preview() for _ in choices] if turn.stream else []
-        answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call, previews))
+        answers = asyncio.create_task(self._sampler.sample(session, turn, place, choices, call, previews, note))
         pending = Pending(call, place.prompt, answers, turn.wanted, previews, most_tokens)
         session.wait_for(pending)
         return pending
+
+    async def _admit_alone(self, session: Session, admitted: Admitted, turn: Turn) -> bool:
+        """Where other gateways serve the attempt too: whether none of them goes on with what was begun of this answer.
+        Raises WireError."""
+        waits_for(STORE)
+        try:
+            return await self._store.write(
+                partial(admit_alone, attempt=session.attempt, admitted=admitted, turn=turn, most=session.limits.calls)
+            )
+        except Refused as error:
+            if error.status == 403:
+                raise attempt_ended(session.attempt) from error
+            raise self._no_more_calls(session) from error
+
+    def _no_more_calls(self, session: Session) -> WireError:
+        self._sampler.fault(session, LIMIT, f"budget: the limit of {session.limits.calls} calls was reached")
+        return WireError(403, "budget_exhausted", f"this attempt has used its {session.limits.calls} calls")
 
     def _delivered(self, session: Session, pending: Pending) -> None:
         numbers = [node.number for node in pending.answers.result()]
@@ -181,6 +211,7 @@ class Exchange:
             session.tree.nodes[number].delivered = True
         self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
         session.handed_over(pending)
+        self._attempts.overcame_store(session.attempt)
 
 
 def _address(scope: Scope) -> Address:

@@ -59,9 +59,9 @@ class Intake:
 
     async def read(self, wire: Wire, session: Session, body: bytes, at: Address) -> Asked:
         """Raises WireError."""
-        known = session.beginning(body)
+        known = session.beginning(body, wire.__name__)
         asked = await self._read(wire, session, body, at, known)
-        session.remember(asked.turn.beginning, known)
+        session.remember(asked.turn.beginning, known, wire.__name__)
         return asked
 
     async def count(self, wire: Wire, session: Session, body: bytes, at: Address) -> int:

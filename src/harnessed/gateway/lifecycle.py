@@ -146,7 +146,8 @@ def claim(
     query = (
         select(rollouts, groups.c.task)
         .join(groups, groups.c.id == rollouts.c.group)
-        .where(and_(rollouts.c.state == State.QUEUED, or_(rollouts.c.run == run, rollouts.c.run.startswith(f"{run}-"))))
+        .where(rollouts.c.state == State.QUEUED)
+        .where(or_(rollouts.c.run == run, rollouts.c.run.startswith(f"{run}-", autoescape=True)))
         .order_by(rollouts.c.created, rollouts.c.group, rollouts.c.index)
         .limit(most)
     )
@@ -205,14 +206,14 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
     attempt = _find(connection, attempts, and_(attempts.c.rollout == rollout, attempts.c.number == number))
     if attempt is None:
         raise Refused(404, f"rollout {rollout} has no attempt {number}")
-    if not attempt["live"]:
-        if record.attempt == number and record.state == State.FINISHED and record.outcome != Outcome.CANCELLED:
-            return record
-        raise Refused(409, f"attempt {number} of rollout {rollout} has ended already")
     faults = attempt["faults"]
     if _last_call_was_lost(connection, rollout, number):
         faults = faults | {"lost": "engine: its gateway died before it had answered the last call"}
     outcome, reason = _outcome(ending, faults)
+    if not attempt["live"]:
+        if record.attempt == number and _is_told_again(record, outcome):
+            return record
+        raise Refused(409, f"attempt {number} of rollout {rollout} has ended already")
     _retire(connection, rollout, number, now)
     if outcome == Outcome.INFRASTRUCTURE and number < tries:
         return _queue_again(connection, record)
@@ -220,6 +221,13 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
     if outcome not in (Outcome.INFRASTRUCTURE, Outcome.CANCELLED) and reward is None:
         reward, parts = ending.reward, ending.parts
     return _finish(connection, record, outcome, reason, reward, parts, now)
+
+
+def _is_told_again(record: Rollout, outcome: Outcome) -> bool:
+    """Whether the last attempt has ended so that this may be its report again."""
+    if record.state == State.QUEUED:
+        return outcome == Outcome.INFRASTRUCTURE
+    return record.state == State.FINISHED and record.outcome != Outcome.CANCELLED
 
 
 def _last_call_was_lost(connection: Connection, rollout: str, number: int) -> bool:

@@ -28,10 +28,12 @@ log = logging.getLogger(__name__)
 LEASE_S = 10.0
 """A gateway that has not written for so long is dead to the others, and admits nothing itself."""
 MISSING_S = 1.0
-"""So is one that has had no connection to the database for so long."""
+"""So is one that has had no connection to the database for so long. Both have to be seen for this time."""
 BEAT_S = 2.0
 SHARED_BEAT_S = 0.25
 """Of gateways that have to notice what others do."""
+AT_ONCE = 1000
+"""Rollouts in one statement."""
 MARK_S = 1.0
 """Within this time of its last byte an answer is marked as delivered."""
 OWNER_GRACE_S = 600.0
@@ -56,7 +58,7 @@ class Beat:
     lost: list[LostCall]
     """Of gateways that were buried now."""
     missing: set[str]
-    """Gateways without a connection to the database."""
+    """Gateways without a connection to the database, or with a lease that is over."""
     ending: list[str]
     """Rollouts with calls of ours, whose attempt another gateway is about to end."""
     engines: list[EngineSpec]
@@ -150,12 +152,15 @@ class Peers:
     async def close(self, run: str, wanted: Closing) -> Turnstile:
         """Returns when nothing is generated for the run at any gateway, or after `drain_s`. Raises Refused."""
         deadline = time.monotonic() + wanted.drain_s
-        await self._store.write(lambda connection: closings.close(connection, run, wanted, time.time()))
+        # The lease counts from the answer.
+        waiting = wanted.model_copy(update={"lease_s": wanted.drain_s + wanted.lease_s})
+        await self._store.write(lambda connection: closings.close(connection, run, waiting, time.time()))
         await self.beat()
         while True:
             found = await self.turnstile(run)
             if found.state != TurnstileState.CLOSING or time.monotonic() > deadline:
-                return found
+                closed = await self._store.write(lambda c: closings.close(c, run, wanted, time.time()))
+                return closed.model_copy(update={"state": found.state, "in_flight": found.in_flight})
             # Of others there is nothing to hear but by looking.
             others = min(deadline, time.monotonic() + 0.05) if self._store.shared else deadline
             await self._turnstiles.change(others)
@@ -166,10 +171,16 @@ class Peers:
         await self.beat()
         return opened
 
+    async def may_go_on(self, run: str) -> bool:
+        """Whether a generation that its engine broke off may be asked for again: perhaps the others took this gateway
+        for dead and ended what it had begun."""
+        if self._store.shared:
+            await self.beat()
+        return not self._turnstiles.is_closed(run)
+
     async def turnstile(self, run: str) -> Turnstile:
-        in_flight = self._turnstiles.in_flight(run)
         found, quiet = await self._store.write(partial(look, run=run, id=self._id))
-        return as_seen(found or Turnstile(run=run), quiet, in_flight)
+        return as_seen(found or Turnstile(run=run), quiet, self._turnstiles)
 
     @contextlib.asynccontextmanager
     async def ending(self, attempts_of: list[str], limit_s: float) -> AsyncIterator[None]:
@@ -241,11 +252,12 @@ def _beat(connection: Connection, id: str, name: str, quiet: dict[str, float], d
 
 
 def _bury_dead(connection: Connection, id: str, dead: list[str], now: float) -> tuple[list[LostCall], set[str]]:
-    """`dead` were missing for long; those of them that are still missing are buried."""
+    """`dead` were missing for long; those of them that are still missing are buried. A lease that is over is no death
+    by itself: the database may have stood still for all."""
     others = connection.execute(select(gateways).where(gateways.c.id != id)).mappings().all()
-    missing = {row["id"] for row in others} - connected(connection)
-    gone = [row["id"] for row in others if row["lease_until"] < now or row["id"] in missing.intersection(dead)]
-    return _bury(connection, gone), missing
+    seen = connected(connection)
+    missing = {row["id"] for row in others if row["id"] not in seen or row["lease_until"] < now}
+    return _bury(connection, [id for id in dead if id in missing]), missing
 
 
 def connected(connection: Connection) -> set[str]:
@@ -269,12 +281,13 @@ def _bury(connection: Connection, ids: list[str]) -> list[LostCall]:
     return lost
 
 
-def as_seen(turnstile: Turnstile, quiet: bool, in_flight: int) -> Turnstile:
-    """By a gateway with so many generations; `quiet`: the others have none."""
+def as_seen(turnstile: Turnstile, quiet: bool, turnstiles: Turnstiles) -> Turnstile:
+    """By the gateway of these turnstiles; `quiet`: the others have acknowledged it and generate nothing."""
     state = turnstile.state
     if state != TurnstileState.OPEN:
-        state = TurnstileState.CLOSED if quiet and not in_flight else TurnstileState.CLOSING
-    return turnstile.model_copy(update={"state": state, "in_flight": in_flight})
+        here = turnstiles.quiet().get(turnstile.run) == turnstile.since
+        state = TurnstileState.CLOSED if quiet and here else TurnstileState.CLOSING
+    return turnstile.model_copy(update={"state": state, "in_flight": turnstiles.in_flight(turnstile.run)})
 
 
 def look(connection: Connection, run: str, id: str) -> tuple[Turnstile | None, bool]:
@@ -293,8 +306,9 @@ def _ending(connection: Connection, id: str) -> list[str]:
 
 
 def _set_ending(connection: Connection, ids: list[str], value: bool) -> None:
-    live = and_(attempts.c.rollout.in_(ids), attempts.c.live)
-    connection.execute(update(attempts).where(live).values(ending=value))
+    for at in range(0, len(ids), AT_ONCE):
+        live = and_(attempts.c.rollout.in_(ids[at : at + AT_ONCE]), attempts.c.live)
+        connection.execute(update(attempts).where(live).values(ending=value))
 
 
 def _unmarked_elsewhere(connection: Connection, ids: list[str], id: str) -> bool:

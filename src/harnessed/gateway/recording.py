@@ -4,6 +4,7 @@ Recording an answer is conditional on its attempt being live, in the same transa
 attempt cannot add to its transcript. `exchange.py` writes through here; `api.py` reads.
 """
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from sqlalchemy import Connection, Integer, Text, and_, bindparam, cast, delete,
 
 from harnessed.gateway.lifecycle import get_rollout, members
 from harnessed.gateway.prepared import Prepared
-from harnessed.gateway.store import Refused
+from harnessed.gateway.store import Refused, Work
 from harnessed.gateway.tables import attempts, calls, groups, nodes, rollouts, runs
 from harnessed.gateway.wire.turn import Turn, Wanted
 from harnessed.records import Attempt, CallState, History, Limits, Node, Purpose, Sampling, SideCall, Totals, Transcript
@@ -117,22 +118,39 @@ def admit(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: 
     _ADMIT.execute(connection, row)
 
 
+def living(connection: Connection, rollouts: list[str]) -> set[AttemptId]:
+    """Of these rollouts the attempts that have not ended."""
+    query = select(attempts.c.rollout, attempts.c.number).where(attempts.c.rollout.in_(rollouts), attempts.c.live)
+    return {(rollout, number) for rollout, number in connection.execute(query)}
+
+
+def admit_alone(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: Turn, most: int) -> bool:
+    """Admit a call where other gateways may end its attempt, or answer the same request; whether none of them does the
+    latter now. Raises Refused: 403 if the attempt has ended, 429 if it has `most` calls."""
+    mine = is_of(attempts.c.rollout, attempts.c.number, attempt)
+    live = connection.execute(select(attempts.c.live, attempts.c.ending).where(mine)).one()
+    if not live.live or live.ending:
+        raise Refused(403, f"attempt {attempt[1]} of rollout {attempt[0]} has ended; its key is void")
+    of_attempt = is_of(calls.c.rollout, calls.c.attempt, attempt)
+    if connection.execute(select(func.count()).where(of_attempt)).scalar_one() >= most:
+        raise Refused(429, f"attempt {attempt[1]} of rollout {attempt[0]} has its {most} calls")
+    same = and_(of_attempt, calls.c.prompt == admitted.prompt)
+    others = and_(same, calls.c.gateway != admitted.gateway, calls.c.state == CallState.ADMITTED)
+    alone = connection.execute(select(calls.c.id).where(others).limit(1)).first() is None
+    admit(connection, attempt, admitted, turn)
+    return alone
+
+
 def record_answers(
-    connection: Connection, attempt: AttemptId, answers: list[Node], begun: list[int], overcome: str, now: float
+    connection: Connection, attempt: AttemptId, answers: list[Node], begun: list[int], overcome: str, note: Work[None]
 ) -> None:
     """Store the answers of a call, and number them after the attempt's last one.
 
     `begun` are the numbers of broken-off answers that these hold whole; `overcome` is the request that has its answer
-    now, if it had failed before. Raises Refused: 409 if the attempt has ended, 503 if the call is not this gateway's
-    any more.
+    now, if it had failed before; `note` admits the call, if that could not be written when it came. Raises Refused: 409
+    if the attempt has ended, 503 if the call is not this gateway's any more.
     """
-    call = answers[0].call
-    if _ANSWERED.execute(connection, {"call": call, "time": now}).rowcount == 0:
-        mine = is_of(nodes.c.rollout, nodes.c.attempt, attempt)
-        numbers = connection.execute(select(nodes.c.number).where(mine, nodes.c.call == call)).scalars().all()
-        if len(numbers) != len(answers):
-            raise Refused(503, f"call {call} was given up for lost; its answer is not kept")
-        _number(answers, max(numbers))  # the database kept this transaction, and was away before it said so
+    if not _answer_call(connection, attempt, answers, note):
         return
     bound = {"of": attempt[0], "attempt": attempt[1], "more": len(answers)}
     advanced = _ADVANCE.execute(connection, bound).fetchone()
@@ -175,6 +193,25 @@ def record_answers(
             raise Refused(503, "another gateway has gone on with this answer; this one is not kept")
     for row in rows:
         _KEEP.execute(connection, row)
+
+
+def _answer_call(connection: Connection, attempt: AttemptId, answers: list[Node], note: Work[None]) -> bool:
+    """Whether these are its first answers: the database may have kept this transaction, and been away before it said
+    so. Raises Refused (503)."""
+    call = answers[0].call
+    bound = {"call": call, "time": time.time()}
+    if _ANSWERED.execute(connection, bound).rowcount:
+        return True
+    if connection.execute(select(calls.c.id).where(calls.c.id == call)).first() is None:
+        note(connection)
+        _ANSWERED.execute(connection, bound)
+        return True
+    mine = is_of(nodes.c.rollout, nodes.c.attempt, attempt)
+    numbers = connection.execute(select(nodes.c.number).where(mine, nodes.c.call == call)).scalars().all()
+    if len(numbers) != len(answers):
+        raise Refused(503, f"call {call} was given up for lost; its answer is not kept")
+    _number(answers, max(numbers))
+    return False
 
 
 def _number(answers: list[Node], last: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from harnessed.gateway.dialects import NOTHING, Generated, Generation
 from harnessed.gateway.engines import ContextTooLong, EngineFailed, Engines, Interrupted, RequestRefused
+from harnessed.gateway.intake import Asked
 from harnessed.gateway.matching import text_of
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.progress import STORE, waits_for
@@ -26,7 +27,7 @@ from harnessed.gateway.reading import cut_at
 from harnessed.gateway.recording import record_answers, record_failure, record_fault
 from harnessed.gateway.session import Pending, Session, attempt_ended, read_again
 from harnessed.gateway.splits import by_ids
-from harnessed.gateway.store import Refused, Store
+from harnessed.gateway.store import Refused, Store, Work
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import INTERRUPTED, Place, Segment, packed
 from harnessed.gateway.turnstile import Left, Turnstiles
@@ -59,13 +60,11 @@ class Sampler:
         self._unwanted: set[str] = set()
         """Calls in progress for which nobody waits any more."""
 
-    def choices(
-        self, session: Session, turn: Turn, place: Place, segment: Segment | None, chat_length: int, call: str
-    ) -> list[Wanted]:
-        """What is to be sampled. Refuses what does not fit the context. `chat_length`: about how long the engine will
-        make the prompt, where there is no segment."""
+    def choices(self, session: Session, asked: Asked, call: str, begun: list[Node]) -> list[Wanted]:
+        """What is to be sampled, of which `begun` was before. Refuses what does not fit the context."""
+        turn, segment = asked.turn, asked.segment
         if segment is None:
-            used, prompt = chat_length, b""
+            used, prompt = asked.chat_length, b""
         else:
             prompt = session.tree.context(segment.parent, segment.cut) + segment.ids
             used = len(prompt) // 4
@@ -92,21 +91,41 @@ class Sampler:
             grammar=turn.wanted.grammar,
         )
         most = min(room, session.sampling.max_tokens, turn.wanted.max_tokens or room)
-        begun = [] if segment is None else session.take_interrupted(place.prompt, turn.wanted)
         return [
-            _choice(session, segment, partial(sampled, seed=_seed(session, choice), id=id), node, most, free)
+            _choice(session, segment, partial(sampled, seed=self._seed(session, call, choice), id=id), node, most, free)
             for choice, (id, node) in enumerate(zip_longest(generations(call, turn.wanted.n), begun))
         ]
 
     async def sample(
-        self, session: Session, turn: Turn, place: Place, choices: list[Wanted], call: str, previews: list[Preview]
+        self,
+        session: Session,
+        turn: Turn,
+        place: Place,
+        choices: list[Wanted],
+        call: str,
+        previews: list[Preview],
+        note: Work[None],
     ) -> list[Node]:
         """Ask the engine for every answer of the call and record them; they are durable when this returns.
 
-        `previews`, if somebody streams: one for each answer.
+        `previews`, if somebody streams: one for each answer. `note` admits the call in the store.
         """
+        try:
+            return await self._sample(session, turn, place, choices, call, previews, note)
+        finally:
+            self._unwanted.discard(call)
+
+    async def _sample(
+        self,
+        session: Session,
+        turn: Turn,
+        place: Place,
+        choices: list[Wanted],
+        call: str,
+        previews: list[Preview],
+        note: Work[None],
+    ) -> list[Node]:
         given = await _all(self._answer(session, call, *each) for each in zip_longest(choices, previews))
-        self._unwanted.discard(call)
         failure = next((error for error in given if isinstance(error, BaseException)), None)
         nodes: list[Node] = []
         continued: list[int] = []
@@ -118,7 +137,7 @@ class Sampler:
             continued += [choice.begun.number] if choice.begun else []
         if nodes:
             overcome = place.prompt.hex() if failure is None else ""
-            await self._record(session, turn, place, nodes, continued, overcome)
+            await self._record(session, turn, place, nodes, continued, overcome, note)
         if failure is not None:
             failed = not isinstance(failure, Interrupted)
             self._store.write_soon(lambda connection: record_failure(connection, call, time.time(), failed=failed))
@@ -134,6 +153,13 @@ class Sampler:
         if self._engines.speaks(session.run) != Dialect.CHAT:
             pending.interrupted = True
             await self._engines.interrupt(ids)
+
+    def _seed(self, session: Session, call: str, choice: int) -> int:
+        """The same run on the same tasks draws the same numbers, whatever its ids and ports; not where several gateways
+        count the calls of an attempt side by side."""
+        place = call if self._store.shared else session.calls + 1
+        name = f"{session.seed}/{session.index}/{place}/{choice}"
+        return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
 
     async def suspend(self, session: Session, pending: Pending) -> None:
         """Stop the generations of a call, which go on from their tokens when the turnstile opens."""
@@ -153,7 +179,7 @@ class Sampler:
                 gone.kept = kept
                 raise gone from None
             except Interrupted as error:
-                if call in self._unwanted:
+                if call in self._unwanted or session.outdated or session.ended:
                     raise
                 kept = error.kept
 
@@ -174,14 +200,21 @@ class Sampler:
         raise failure
 
     async def _record(
-        self, session: Session, turn: Turn, place: Place, nodes: list[Node], continued: list[int], overcome: str
+        self,
+        session: Session,
+        turn: Turn,
+        place: Place,
+        nodes: list[Node],
+        continued: list[int],
+        overcome: str,
+        note: Work[None],
     ) -> None:
         waits_for(STORE)
         try:
             if session.outdated:
                 raise Refused(503, str(read_again()))
             await self._store.write(
-                lambda connection: record_answers(connection, session.attempt, nodes, continued, overcome, time.time())
+                lambda connection: record_answers(connection, session.attempt, nodes, continued, overcome, note)
             )
         except Refused as error:
             self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
@@ -192,6 +225,7 @@ class Sampler:
             raise attempt_ended(session.attempt) from error
         except Exception as error:  # whatever it was: what memory holds is ahead of the store, so it is loaded again
             session.outdated = True
+            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
         for node in nodes:
             session.tree.add(node, place.prompt)
@@ -316,9 +350,3 @@ def _message(template: ChatTemplate, generated: Generated, turn: Turn) -> tuple[
 def _call_id() -> str:
     """Nine letters and digits: Mistral's templates take no other ids."""
     return "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(9))
-
-
-def _seed(session: Session, choice: int) -> int:
-    """The same run on the same tasks draws the same numbers, whatever its ids and ports."""
-    name = f"{session.seed}/{session.index}/{session.calls + 1}/{choice}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())

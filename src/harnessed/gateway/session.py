@@ -4,13 +4,15 @@
 """
 
 import asyncio
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.progress import Stage, stage
 from harnessed.gateway.recording import AttemptId
 from harnessed.gateway.template import ChatTemplate
 from harnessed.gateway.transcript import Digest, Place, Tree
+from harnessed.gateway.wire import growing
 from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import Turn, Wanted, WireError
 from harnessed.records import History, Limits, Node, Sampling, SideCall
@@ -70,11 +72,15 @@ class Session:
     tree: Tree
     calls: int = 0
     """Admitted so far."""
+    admitted: int = 0
+    """Of these by this session; grows by what it queues to be written."""
     seen: int = 0
     """Number of the last node in the store, when it was looked at last."""
     pending: dict[Digest, list[Pending]] = field(default_factory=dict)
     delivered: dict[Digest, Pending] = field(default_factory=dict)
     """Of each prompt the last call, if its answer was handed over whole: it may still be lost on its way."""
+    refused: Counter[tuple[Digest, Wanted]] = field(default_factory=Counter)
+    """Requests that were told to come again later: what their SDK takes for a retry is none."""
     interrupted: dict[tuple[Digest, Wanted], list[Node]] = field(default_factory=dict)
     """Answers that an engine broke off and nobody goes on with: the same request gets the rest."""
     beginnings: list[Beginning] = field(default_factory=list)
@@ -86,13 +92,14 @@ class Session:
     outdated: bool = False
     """It holds something else than the store, from which it is read again; who still holds it has to ask again."""
 
-    def beginning(self, body: bytes) -> Beginning | None:
-        """What is known of a request."""
-        return next((each for each in self.beginnings if each.begins(body)), None)
+    def beginning(self, body: bytes, protocol: str) -> Beginning | None:
+        """What is known of a request: each protocol asks for more than another does."""
+        return next((each for each in self.beginnings if each.protocol == protocol and each.begins(body)), None)
 
-    def remember(self, beginning: Beginning | None, known: Beginning | None) -> None:
+    def remember(self, beginning: Beginning | None, known: Beginning | None, protocol: str) -> None:
         """A request was read, of which `known` was known."""
-        if beginning:
+        if beginning and len(beginning.whole) <= growing.MOST_BYTES:
+            beginning = replace(beginning, protocol=protocol)
             self.beginnings = [beginning, *(each for each in self.beginnings if each is not known)][:_BEGINNINGS]
 
     @property
@@ -187,6 +194,13 @@ class Session:
                 self.interrupted[key] = left
             else:
                 del self.interrupted[key]
+
+    def retry_count(self, prompt: Digest, wanted: Wanted, said: int) -> int:
+        """How often a request was sent before, and not refused."""
+        if said and self.refused[prompt, wanted]:
+            self.refused[prompt, wanted] -= 1
+            return 0
+        return said
 
     def take_interrupted(self, prompt: Digest, wanted: Wanted) -> list[Node]:
         """Answers to go on with; they are the caller's now."""

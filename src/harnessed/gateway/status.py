@@ -78,9 +78,7 @@ class Board:
         calls = list(self._calls)
         return Status(
             gateways=stored.gateways,
-            turnstiles=[
-                as_seen(each, quiet, self._turnstiles.in_flight(each.run)) for each, quiet in stored.turnstiles
-            ],
+            turnstiles=[as_seen(each, quiet, self._turnstiles) for each, quiet in stored.turnstiles],
             runs=[_run(run, states, calls) for run, states in rollouts.items()],
             waiting=_waiting(calls),
             engines=self._engines.known,

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import orjson
 from sqlalchemy import URL, Connection, Engine, create_engine, event, insert, make_url, text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 
 from harnessed.config import ConfigError
 from harnessed.gateway.migrations import migrate
@@ -71,7 +71,7 @@ class Store:
         """`committed` is told the writes and seconds of each group commit, in the writer's thread; `client` names the
         process to the database. Raises ConfigError."""
         self._committed = committed
-        self.shared = make_url(url).get_backend_name() == "postgresql"
+        self.shared = _address(url).get_backend_name() == "postgresql"
         """Whether other gateways may use it too."""
         self.trouble = ""
         """Why the last commit failed; empty if it did not."""
@@ -129,6 +129,11 @@ class Store:
                 return work(connection)
 
         return await asyncio.to_thread(query)
+
+    async def shrink(self) -> None:
+        """Give back the room of what was deleted. PostgreSQL does so by itself."""
+        if not self.shared:
+            await self.read(_vacuum)
 
     def next_change(self) -> asyncio.Event:
         """Set when the journal grows. Take it before reading the journal, so that nothing falls between."""
@@ -226,6 +231,12 @@ class Store:
             self.wake()
 
 
+def _vacuum(connection: Connection) -> None:
+    # A script, since the driver takes one step of anything else that gives no rows, which is one page.
+    script = "PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE)"
+    connection.connection.cursor().executescript(script)
+
+
 _LOCK = text("SELECT pg_advisory_xact_lock(:number)")
 
 
@@ -272,8 +283,8 @@ def _is_away(error: Exception) -> bool:
     """Whether the database was lost from sight, so that nobody knows whether the transaction was kept."""
     if not isinstance(error, DBAPIError):
         return False
-    # An error that comes from the server has a state; that no connection was had, has none.
-    return error.connection_invalidated or getattr(error.orig, "sqlstate", "") is None
+    # Without a statement it was no connection that was had. What the server says has a state.
+    return error.connection_invalidated or (error.statement is None and getattr(error.orig, "sqlstate", "") is None)
 
 
 def _sqlite(url: str | URL, power_safe: bool) -> Engine:
@@ -289,6 +300,7 @@ def _sqlite(url: str | URL, power_safe: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # the driver's own BEGIN comes too late for savepoints
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file; `shrink` needs it
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if power_safe else 'NORMAL'}")
 
@@ -299,16 +311,29 @@ def _sqlite(url: str | URL, power_safe: bool) -> Engine:
     return engine
 
 
+def _address(url: str | URL) -> URL:
+    """Raises ConfigError."""
+    try:
+        return make_url(url)
+    except (ArgumentError, ValueError):  # what they say may hold the password
+        raise ConfigError("gateway.database: not an address of the form postgresql://user@host:5432/name") from None
+
+
 def _postgresql(url: str | URL, client: str) -> Engine:
+    """Raises ConfigError."""
     # A gateway that stands still in a transaction must not hold the lock of all for ever.
     options = "-c idle_in_transaction_session_timeout=10s"
-    return create_engine(
-        make_url(url).set(drivername="postgresql+psycopg"),
-        connect_args={"application_name": client, "connect_timeout": 5, "options": options},
-        pool_pre_ping=True,
-        json_serializer=_dumps,
-        json_deserializer=orjson.loads,
-    )
+    try:
+        return create_engine(
+            make_url(url).set(drivername="postgresql+psycopg"),
+            connect_args={"application_name": client, "connect_timeout": 5, "options": options},
+            pool_pre_ping=True,
+            json_serializer=_dumps,
+            json_deserializer=orjson.loads,
+        )
+    except ModuleNotFoundError:
+        why = "pip install -e '.[postgresql]' in the folder of Harnessed"
+        raise ConfigError(f"gateway.database: a PostgreSQL database needs psycopg: {why}") from None
 
 
 def _dumps(value: Any) -> str:

@@ -27,11 +27,11 @@ def closed(gateway: Client, run: str, *, drain_s: float) -> Iterator[None]:
     Raises ApiError if another owner has closed it.
     """
     owner = f"trainer {socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-    found = gateway(close_turnstile(run, owner, CloseMode.FINISH, LEASE_S, drain_s))
     ended = threading.Event()
     renewing = threading.Thread(target=_renew, args=(gateway, run, owner, ended), name="lease", daemon=True)
-    renewing.start()
+    renewing.start()  # before it is closed, for the drain may last longer than the lease
     try:
+        found = gateway(close_turnstile(run, owner, CloseMode.FINISH, LEASE_S, drain_s))
         if found.state == TurnstileState.CLOSING:
             gateway(close_turnstile(run, owner, CloseMode.INTERRUPT, LEASE_S, INTERRUPT_LIMIT_S))
         yield
@@ -47,3 +47,5 @@ def _renew(gateway: Client, run: str, owner: str, ended: threading.Event) -> Non
             gateway(renew_turnstile(run, owner))
         except (ApiError, Unreachable) as error:
             log.warning("the turnstile of run %s was not renewed: %s", run, error)
+        except Exception:  # noqa: BLE001  # what a client's `meanwhile` raises, whoever works meanwhile is told as well
+            return

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pydantic_core
 
 from harnessed.config import ConfigError
 from harnessed.records import Task
@@ -37,7 +38,8 @@ def take(tasks: Iterator[Task], n: int, setting: str) -> list[Task]:
         try:
             orjson.dumps(task)
         except orjson.JSONEncodeError as error:
-            raise ConfigError(f"{setting} gives a task that is not JSON: {error}") from None
+            hint = "; write larger integers as text" if "64-bit" in str(error) else ""
+            raise ConfigError(f"{setting} gives a task that is not JSON: {error}{hint}") from None
     return taken
 
 
@@ -78,8 +80,9 @@ def _read(path: Path) -> list[Task]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                tasks.append(orjson.loads(line))
-            except orjson.JSONDecodeError as error:
+                # It keeps integers of any size, which `take` refuses; orjson would round them.
+                tasks.append(pydantic_core.from_json(line, allow_inf_nan=False))
+            except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
     if not tasks:
         raise ConfigError(f"tasks: {path} holds no task")

@@ -4,8 +4,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from harnessed.client import Client, list_changes
-from harnessed.records import ChangeKind, State
+from harnessed.client import Client, get_turnstile, list_changes
+from harnessed.records import ChangeKind, State, TurnstileState
 from harnessed.training.failures import Stalled
 
 POLL_S = 1.0
@@ -29,11 +29,14 @@ class Watch:
         return Counter(self._states.values())
 
     def until_complete(self, groups: list[str], tick: Callable[[], None]) -> None:
-        """Return when all groups are complete; `tick` is called at least every POLL_S. Raises Stalled."""
+        """Return when all groups are complete; `tick` is called at least every POLL_S.
+
+        Raises Stalled. While somebody has closed the run's turnstile, nothing is expected to move.
+        """
         moved = time.monotonic()
         while missing := set(groups) - self._complete:
             tick()
-            if self._follow():
+            if self._follow() or self._is_held():
                 moved = time.monotonic()
             elif time.monotonic() - moved > self._stall_limit_s:
                 counts = self.counts
@@ -43,6 +46,9 @@ class Watch:
                     "is a controller running, and does the engine answer?"
                 )
         tick()
+
+    def _is_held(self) -> bool:
+        return self._gateway(get_turnstile(self._run)).state != TurnstileState.OPEN
 
     def _follow(self) -> bool:
         changes = self._gateway(list_changes(self._run, self._cursor, POLL_S))

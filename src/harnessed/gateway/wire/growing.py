@@ -35,6 +35,8 @@ class Beginning:
     whole: bytes
     """Up to the end of the last item."""
     items: list[dict[str, Any]]
+    protocol: str = ""
+    """That has read it; set by who keeps it."""
 
     def begins(self, body: bytes) -> bool:
         return body.startswith(self.whole)

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import Literal
 
+Form = Literal["text", "json"]
 FIELDS = ("run", "rollout", "attempt", "call")
 _KEYS = re.compile(
     r"(?P<before>/a/|[?&]key=|\bBearer\s+|\b(?:x-api-key|x-goog-api-key|authorization)['\"]?\s*[:=,]\s*b?['\"]?)"
@@ -20,7 +21,7 @@ _KEYS = re.compile(
 )
 
 
-def configure(form: Literal["text", "json"]) -> None:
+def configure(form: Form) -> None:
     """Log to stderr from now on: the project from INFO on, others from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Json() if form == "json" else Text())
@@ -36,9 +37,22 @@ def say(text: str) -> None:
         print(f"harnessed: {text}", file=sys.stderr, flush=True)
 
 
+def entry(form: Form, text: str) -> str:
+    """A line that another process writes into the log of one that logs in this form."""
+    if form == "text":
+        return f"harnessed: {text}"
+    return Json().format(logging.makeLogRecord({"name": "harnessed", "levelname": "WARNING", "msg": text}))
+
+
 def redact(text: str) -> str:
     """Without anything that may be a key: ours, somebody else's, or what stands where one belongs."""
     return _KEYS.sub(lambda found: f"{found['before'] or ''}***", text)
+
+
+def visible(text: str, kept: str = "") -> str:
+    """With control characters as they are written in code: what others wrote begins no line and commands no terminal.
+    `kept` stay."""
+    return "".join(each if each.isprintable() or each in kept else repr(each)[1:-1] for each in text)
 
 
 class Text(logging.Formatter):
@@ -48,6 +62,7 @@ class Text(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = visible(record.message)
         said = super().formatMessage(record)
         about = {name: value for name in FIELDS if (value := getattr(record, name, None))}
         return f"{said} [{' '.join(f'{name}={value}' for name, value in about.items())}]" if about else said

@@ -13,8 +13,14 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,120}$"
+"""What the ids of runs and groups are: they stand in addresses and name folders."""
+
 MOST_REWARD = 1e9
 """Rewards are numbers within plus and minus this: their sums and squares stay exact enough to be compared."""
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A number as databases keep it."""
 
 RewardValue = Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD, allow_inf_nan=False)]
 
@@ -238,13 +244,13 @@ class Examination(Record):
 class GroupSpec(Record):
     """The request for `n` rollouts of one task. Creating the same id again gives the group that exists."""
 
-    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,120}$")
+    id: str = Field(pattern=NAME)
     run: str
     task: Task
     n: int = Field(ge=1)
     purpose: Purpose = Purpose.TRAIN
     sampling: Sampling = Sampling()
-    seed: int = 0
+    seed: Whole = 0
     """Every answer's seed follows from this, the rollout's index and the answer's place in its attempt."""
 
 
@@ -316,7 +322,7 @@ class Event(Record):
     """Anything else worth keeping about a rollout."""
 
     rollout: str
-    attempt: int
+    attempt: int = Field(ge=0, lt=2**31)
     type: str
     data: dict[str, Any] = Field(default_factory=dict)
     time: float | None = None
@@ -328,7 +334,7 @@ class Metrics(Record):
 
     number: int = 0
     """Set by the gateway: grows with every line, over all runs."""
-    step: int
+    step: Whole
     values: dict[str, Any]
     time: float | None = None
     """Set by the gateway."""

@@ -12,12 +12,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import yaml
 
+from harnessed import logs
 from harnessed.client import (
     ApiError,
     Client,
@@ -88,7 +90,7 @@ class Run:
         self.gateway_url, self._gateway_socket = _place(gateway.url, gateway.host, gateway.port, "gateway.port")
         self.engine_url, self._engine_socket = _place(engine.url, engine.host, engine.port, "engine.port")
         self.folder = _new_folder(config)  # the last check, for it makes the folder
-        self._services = Services(self.folder / "logs")
+        self._services = Services(self.folder / "logs", partial(logs.entry, config.gateway.log))
         self._engine_id = f"{self.id}-engine"
         self._is_registered = False
         self.gateway: Client

@@ -59,8 +59,10 @@ class Services:
     A thread looks after them: the trainer may be busy for minutes.
     """
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, entry: Callable[[str], str]) -> None:
+        """`entry` makes a line for the log of a service, in the form of its own lines."""
         self._logs = logs
+        self._entry = entry
         self._services: list[Service] = []
         self._lock = threading.Lock()
         """Held by whoever looks at services or starts them."""
@@ -161,7 +163,7 @@ class Services:
         line = f"{ended}; it is started again"
         with suppress(OSError):  # a full disk, or a pipe that nobody reads, must not end the watching
             with service.log.open("a", encoding="utf-8") as log:
-                log.write(f"harnessed: {line}\n")
+                log.write(f"{self._entry(line)}\n")
             self.say(line)
 
 

@@ -5,6 +5,7 @@ A trainer names them with `gateway.url` and `controller.external`. `cli.py` call
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 from harnessed import logs
@@ -37,7 +38,7 @@ def up(config: Config, given: list[str], folder: Path, *, engine: bool) -> None:
     os.environ[ADMIN_KEY_VARIABLE] = key_file.read_text(encoding="utf-8")
     logs.configure(config.gateway.log)
     hear_interrupts()
-    with Services(folder / "logs") as services:
+    with Services(folder / "logs", partial(logs.entry, config.gateway.log)) as services:
         services.say = logs.say
         services.start("gateway", [*given, *options], gateway_socket)
         if engine_socket is not None:

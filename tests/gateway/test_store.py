@@ -10,11 +10,12 @@ from sqlalchemy import create_engine, insert, make_url, select, text
 
 from harnessed.client import end_attempt, get_rollout
 from harnessed.config import ConfigError
-from harnessed.gateway import retention
+from harnessed.gateway import metrics, retention
 from harnessed.gateway import store as store_module
+from harnessed.gateway.lifecycle import create_groups, get_group
 from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.tables import runs, schema
-from harnessed.records import Ending, Outcome
+from harnessed.records import Ending, GroupSpec, Metrics, Outcome
 
 RUN = {"policy": "p", "limits": {}, "history": "exact", "side_calls": [], "created": 0.0, "closed_s": 0.0}
 
@@ -44,6 +45,17 @@ async def test_the_steps_make_the_tables(store):
         return compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), schema)
 
     assert await store.read(differences) == []
+
+
+async def test_seeds_and_steps_have_64_bits(store):
+    """The trainer's seeds have 48."""
+    spec = GroupSpec(id="g", run="r", task={}, n=1, seed=2**63 - 1)
+    await store.write(add("r"))
+    await store.write(lambda connection: create_groups(connection, [spec], 0.0))
+    await store.write(lambda connection: metrics.append(connection, "r", Metrics(step=-(2**63), values={}), 0.0))
+    assert (await store.read(lambda connection: get_group(connection, "g"))).seed == 2**63 - 1
+    (line,) = await store.read(lambda connection: metrics.after(connection, "r", 0))
+    assert line.step == -(2**63)
 
 
 async def test_a_database_is_opened_again(url):

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import URL, Connection, create_engine
 
 from harnessed.browse.export import export
 from harnessed.browse.prune import prune
@@ -29,6 +29,7 @@ from harnessed.gateway.app import DATABASE
 from harnessed.gateway.lifecycle import list_rollouts, list_runs
 from harnessed.gateway.recording import load_transcript
 from harnessed.gateway.template import ChatTemplate
+from harnessed.logs import visible
 from harnessed.records import Attempt, Fate, Node, Overlong, Rollout, RunSpec
 from harnessed.training.samples import Bound, account, build
 
@@ -65,7 +66,9 @@ def _list(arguments: argparse.Namespace) -> int:
         for rollout in list_rollouts(connection, run.id):
             reward = "-" if rollout.reward is None else f"{rollout.reward:g}"
             state = str(rollout.outcome or rollout.state)
-            table.add_row(rollout.id, rollout.purpose, state, reward, str(rollout.attempt), escape(rollout.reason[:80]))
+            table.add_row(
+                rollout.id, rollout.purpose, state, reward, str(rollout.attempt), escape(visible(rollout.reason[:80]))
+            )
     _console().print(table)
     return 0
 
@@ -92,7 +95,7 @@ def _show(arguments: argparse.Namespace) -> int:
                 console.print(Text(indent) + _coloured(template, node, _decided(ledger[node.number], fates)))
             else:
                 for message in (*node.messages, node.message):
-                    console.print(f"{indent}  {message['role']}: {_text(message)}", markup=False)
+                    console.print(visible(f"{indent}  {message['role']}: {_text(message)}", kept="\t\n"), markup=False)
     return 0
 
 
@@ -105,7 +108,10 @@ def _logs(arguments: argparse.Namespace) -> int:
     for log in found:
         print(f"== {log}", flush=True)
         with log.open("rb") as file:
-            shutil.copyfileobj(file, sys.stdout.buffer)
+            if sys.stdout.isatty():
+                sys.stdout.writelines(visible(line.decode(errors="replace"), kept="\t\n") for line in file)
+            else:
+                shutil.copyfileobj(file, sys.stdout.buffer)
     return 0
 
 
@@ -132,7 +138,8 @@ def _opened(folder: Path) -> Iterator[tuple[Connection, RunSpec]]:
     database = folder / DATABASE
     if not database.is_file():
         raise ConfigError(f"{folder} is no run's folder: it has no {DATABASE}")
-    with create_engine(f"sqlite:///file:{database.resolve()}?mode=ro&uri=true").connect() as connection:
+    url = URL.create("sqlite", database=database.resolve().as_uri(), query={"mode": "ro", "uri": "true"})
+    with create_engine(url).connect() as connection:
         runs = list_runs(connection)
         if not runs:
             raise ConfigError(f"{folder} holds no run yet")
@@ -179,10 +186,12 @@ def _title(node: Node) -> str:
 
 def _coloured(template: ChatTemplate, node: Node, fates: list[tuple[Fate, int]]) -> Text:
     text = Text()
-    text.append("".join(template.written([id]) for id in np.frombuffer(node.segment, np.int32).tolist()), "dim")
+    segment = "".join(template.written([id]) for id in np.frombuffer(node.segment, np.int32).tolist())
+    text.append(visible(segment, kept="\t\n"), "dim")
     ids = np.frombuffer(node.answer, np.int32).tolist()
     for fate, tokens in fates:
-        text.append("|".join(template.written([id]) for id in ids[:tokens]), COLOURS.get(fate, "red"))
+        written = "|".join(template.written([id]) for id in ids[:tokens])
+        text.append(visible(written, kept="\t\n"), COLOURS.get(fate, "red"))
         text.append(f" ({fate})")
         ids = ids[tokens:]
     return text

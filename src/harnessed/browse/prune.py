@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, create_engine, select
+from sqlalchemy import URL, Connection, create_engine, select
 
 from harnessed.config import ConfigError
 from harnessed.gateway.app import DATABASE
@@ -40,7 +40,7 @@ def prune(folder: Path, run: str, *, days: float) -> Pruned:
         )
     database = folder / DATABASE
     before = database.stat().st_size
-    engine = create_engine(f"sqlite:///{database}")
+    engine = create_engine(URL.create("sqlite", database=str(database)))
     with engine.begin() as connection:
         old = _ended_before(connection, run, time.time() - days * DAY_S)
         answers = sum(forget(connection, old[at : at + AT_ONCE]) for at in range(0, len(old), AT_ONCE))

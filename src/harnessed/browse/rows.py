@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from harnessed.gateway.template import ChatTemplate
+from harnessed.logs import visible
 from harnessed.records import Transcript
 from harnessed.training.samples import Bound, Row, build
 
@@ -14,7 +15,7 @@ from harnessed.training.samples import Bound, Row, build
 def print_rows(console: Console, transcript: Transcript, template: ChatTemplate, bound: Bound) -> None:
     rollout = transcript.rollout
     sample = build(transcript, bound)
-    reason = f" ({rollout.reason})" if rollout.reason else ""
+    reason = f" ({visible(rollout.reason)})" if rollout.reason else ""
     console.print(f"{rollout.id}: {rollout.outcome or rollout.state}{reason}, reward {rollout.reward}", markup=False)
     console.print(f"fates: {', '.join(f'{fate} {n}' for fate, n in sample.fates.items()) or 'no token'}", markup=False)
     for number, row in enumerate(sample.rows, 1):
@@ -29,7 +30,7 @@ def marked(row: Row, template: ChatTemplate, *, colour: bool) -> Text:
     """What is trained is green; into a pipe it stands in [[ ]]."""
     text = Text()
     for trained, positions in itertools.groupby(range(len(row.tokens)), key=lambda at: bool(row.trained[at])):
-        piece = template.written(row.tokens[np.fromiter(positions, int)].tolist())
+        piece = visible(template.written(row.tokens[np.fromiter(positions, int)].tolist()), kept="\t\n")
         if colour:
             text.append(piece, "green" if trained else "")
         else:

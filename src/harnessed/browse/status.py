@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
+from pydantic import ValidationError
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -21,18 +23,23 @@ from harnessed.run import ADMIN_KEY_FILE, URL_FILE, admin_key
 
 MOST_CALLS = 10
 """Waiting calls that are shown: those that wait longest."""
+MOST_PERIOD_S = 24 * 3600.0
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("where", type=Path, nargs="?", help="the gateway's configuration, or the folder of a run")
     parser.add_argument("--url", help="of a gateway, in place of that")
-    parser.add_argument("--watch", type=float, nargs="?", const=2, metavar="S", help="again every S seconds (2)")
+    parser.add_argument("--watch", type=_period, nargs="?", const=2.0, metavar="S", help="again every S seconds (2)")
     parser.set_defaults(run=status)
 
 
 def status(arguments: argparse.Namespace) -> int:
     """Exit status 0: the gateway is ready; 1: it is not, or does not answer."""
     url, key = _gateway(arguments)
+    try:
+        httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url} is no address: {error}; the gateway's is http://HOST:PORT") from None
     with Client(url, key) as gateway:
         if arguments.watch is None:
             page, ready = _look(gateway)
@@ -46,6 +53,13 @@ def status(arguments: argparse.Namespace) -> int:
                     page = escape(str(error))
                 live.update(page, refresh=True)
                 time.sleep(arguments.watch)
+
+
+def _period(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= MOST_PERIOD_S:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MOST_PERIOD_S:.0f}")
+    return seconds
 
 
 def _gateway(arguments: argparse.Namespace) -> tuple[str, str]:
@@ -74,7 +88,11 @@ def _look(gateway: Client) -> tuple[RenderableType, bool]:
         if error.status != 503:
             raise
         trouble = error.message
-    return page(gateway(get_status()), trouble, time.time()), not trouble
+    try:
+        said = gateway(get_status())
+    except ValidationError:
+        raise Unreachable(f"what answers at {gateway.url} is no gateway, or one of another version") from None
+    return page(said, trouble, time.time()), not trouble
 
 
 def page(status: Status, trouble: str, now: float) -> RenderableType:

@@ -5,12 +5,13 @@ records of `records.py` as JSON; transcripts are msgpack, so that arrays stay by
 """
 
 import asyncio
+import re
 import time
 from functools import partial
 from typing import Any
 
 import msgpack
-import orjson
+from pydantic import Field
 from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.routing import Route
@@ -21,11 +22,12 @@ from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
 from harnessed.gateway.keys import ADMIN, Key, Keyring, Scope
 from harnessed.gateway.openapi import description_routes
-from harnessed.gateway.operations import Operation, Packed, query
+from harnessed.gateway.operations import Operation, Packed, number, query
 from harnessed.gateway.peers import Peers
 from harnessed.gateway.status import Board
 from harnessed.gateway.store import Refused, Store
 from harnessed.records import (
+    NAME,
     Assignment,
     Change,
     Closing,
@@ -60,8 +62,8 @@ MOST_EVENT_BYTES = 2**16
 class Claim(Record):
     run: str
     owner: str
-    most: int
-    attempts: int
+    most: int = Field(ge=0, lt=2**31)
+    attempts: int = Field(ge=1, lt=2**31)
     wait_s: float
 
 
@@ -70,7 +72,7 @@ class Renewal(Record):
 
 
 class AttemptEnding(Ending):
-    attempts: int
+    attempts: int = Field(lt=2**31)
 
 
 class Api:
@@ -138,6 +140,8 @@ class Api:
         return [*(each.route(self._keyring) for each in operations), *description_routes(operations)]
 
     async def create_run(self, request: Request, body: RunSpec) -> RunSpec:
+        if not re.fullmatch(NAME, body.id):
+            raise Refused(400, f"a run's id is its name in addresses, and fits {NAME}: {body.id[:150]!r} does not")
         await asyncio.to_thread(self._attempts.policy, body.policy)
         return await self._store.write(lambda connection: lifecycle.create_run(connection, body, time.time()))
 
@@ -158,7 +162,7 @@ class Api:
         await self._store.write(lambda connection: metrics.append(connection, run, body, time.time()))
 
     async def list_metrics(self, request: Request) -> list[Metrics]:
-        run, after = request.path_params["run"], int(query(request, "after"))
+        run, after = request.path_params["run"], number(request, "after")
         return await self._store.read(lambda connection: metrics.after(connection, run, after))
 
     async def post_fates(self, request: Request, body: dict[str, dict[Fate, int]]) -> None:
@@ -294,16 +298,12 @@ class Api:
     async def append_event(self, request: Request, key: Key, body: Event) -> None:
         if key != ADMIN and key != Key(Scope.ATTEMPT, body.rollout, body.attempt):
             raise Refused(403, "an attempt's key can append events of its own attempt only")
-        try:
-            orjson.dumps(body.data)
-        except orjson.JSONEncodeError as error:
-            raise Refused(400, f"the event's data cannot be kept: {error}") from None
         await self._store.write(
             lambda connection: lifecycle.append_event(connection, body, time.time(), live=key != ADMIN)
         )
 
     async def list_changes(self, request: Request) -> list[Change]:
-        run, after = query(request, "run"), int(query(request, "after"))
+        run, after = query(request, "run"), number(request, "after")
         deadline = time.monotonic() + min(float(query(request, "wait_s")), LONGEST_WAIT_S)
         while True:
             changed = self._store.next_change()

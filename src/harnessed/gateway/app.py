@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+from sqlalchemy import URL
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -154,7 +155,7 @@ async def gateway(folder: Path, settings: Gateway, name: str = "gateway") -> Asy
     instruments = Instruments()
     calls = Calls(instruments.ended)
     store = Store(
-        settings.database or f"sqlite:///{folder / DATABASE}",
+        settings.database or URL.create("sqlite", database=str(folder / DATABASE)),
         instruments.committed,
         power_safe=settings.power_safe,
         client=id,

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import hmac
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from enum import StrEnum
@@ -20,6 +21,7 @@ from harnessed.config import ConfigError
 SECRET_BYTES = 32
 _MOST_REMEMBERED = 10_000
 """Keys that need no second check: every call of an attempt comes with the same one."""
+_BEARER = re.compile(r"(?:bearer\b\s*)?(\S*)", re.IGNORECASE)
 
 
 class Scope(StrEnum):
@@ -44,6 +46,12 @@ class Key:
 
 ADMIN = Key(Scope.ADMIN)
 METRICS = Key(Scope.METRICS)
+
+
+def bearer_key(header: str) -> str:
+    """The key in an Authorization header, with or without the name of its scheme; empty if it is of another scheme."""
+    found = _BEARER.fullmatch(header.strip())
+    return found[1] if found else ""
 
 
 class Keyring:

@@ -22,6 +22,8 @@ from harnessed.gateway.store import Refused
 from harnessed.gateway.web.cookie import sent_key
 
 T = TypeVar("T")
+MOST_NUMBER = 2**31 - 1
+"""What the store counts to."""
 
 
 class Packed(Response):
@@ -62,6 +64,9 @@ class Operation:
             if key.scope not in self.opens:
                 needed = " or ".join(f"the {scope} key" for scope in self.opens)
                 return _error(403, f"this route needs {needed}; a key of scope {key.scope} was sent")
+            numbers = (value for value in request.path_params.values() if isinstance(value, int))
+            if any(value > MOST_NUMBER for value in numbers):
+                return _error(404, f"there is no {request.url.path}")
             given: dict[str, Any] = {"key": key} if "key" in self.types else {}
             try:
                 if "body" in self.types:
@@ -84,6 +89,14 @@ def query(request: Request, name: str) -> str:
     return value
 
 
+def number(request: Request, name: str) -> int:
+    """Of the query, as the store can keep it. Raises ValueError (400)."""
+    value = int(query(request, name))
+    if abs(value) > MOST_NUMBER:
+        raise ValueError(f"{name}: there is no {value}")
+    return value
+
+
 async def _body(request: Request, type_: type[T], most: int | None) -> T:
     """The request's body as a record. Raises ValueError (400), or Refused for more than `most` bytes."""
     body = bytearray()
@@ -92,10 +105,14 @@ async def _body(request: Request, type_: type[T], most: int | None) -> T:
         if most is not None and len(body) > most:
             raise Refused(413, f"this request has at most {most} bytes")
     try:
-        return TypeAdapter(type_).validate_json(body)
+        given = TypeAdapter(type_).validate_json(body)
+        orjson.dumps(given, default=_as_json, option=orjson.OPT_NON_STR_KEYS)
     except ValidationError as error:
         fault = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}") from None
+    except orjson.JSONEncodeError as error:  # a number of more than 64 bits, say
+        raise ValueError(f"the body cannot be kept: {error}") from None
+    return given
 
 
 def _json(value: Any) -> Response:

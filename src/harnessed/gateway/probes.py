@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from harnessed.gateway.instruments import Instruments, Readings
-from harnessed.gateway.keys import ADMIN, METRICS, Keyring
+from harnessed.gateway.keys import ADMIN, METRICS, Keyring, bearer_key
 from harnessed.gateway.status import Board
 
 
@@ -24,7 +24,7 @@ def probe_routes(board: Board, instruments: Instruments, readings: Readings, key
         return _json({"error": {"message": trouble}}, 503) if trouble else _json({"ready": True})
 
     async def metrics(request: Request) -> Response:
-        key = keyring.read(request.headers.get("authorization", "").removeprefix("Bearer ").strip())
+        key = keyring.read(bearer_key(request.headers.get("authorization", "")))
         if key not in (ADMIN, METRICS):
             why = "send the admin key or the metrics key as `Authorization: Bearer KEY`"
             return _json({"error": {"message": why}}, 401 if key is None else 403)

@@ -21,6 +21,8 @@ from harnessed.gateway.wire.turn import WireError
 
 log = logging.getLogger("harnessed.gateway.calls")
 
+MOST_SAID = 500
+"""Characters of a reason in the log: it may repeat what the agent sent."""
 ITS_CLIENT = "its client"
 STORE = "the store"
 TURNSTILE = "the turnstile"
@@ -178,11 +180,12 @@ class Calls:
 
 
 def _tell(progress: Progress) -> None:
+    error = progress.error
     match progress.outcome:
-        case Outcome.REFUSED if progress.error:
-            log.info("refused with %s: %s", progress.error.status, progress.error.message, extra=progress.fields())
-        case Outcome.FAILED if progress.error:
-            log.warning("failed with %s: %s", progress.error.status, progress.error.message, extra=progress.fields())
+        case Outcome.REFUSED if error:
+            log.info("refused with %s: %s", error.status, error.message[:MOST_SAID], extra=progress.fields())
+        case Outcome.FAILED if error:
+            log.warning("failed with %s: %s", error.status, error.message[:MOST_SAID], extra=progress.fields())
         case Outcome.INTERRUPTED:
             log.warning("broke after its first byte: %s", progress.broken, extra=progress.fields())
         case Outcome.LEFT:

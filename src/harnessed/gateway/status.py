@@ -95,7 +95,9 @@ class Board:
             return f"the store did not answer within {STORE_LIMIT_S:.0f} s"
         except SQLAlchemyError as error:
             return f"the store is out of reach: {' '.join(str(error).split())}"
-        return unserved(set(unfinished), self._engines.known)
+        # A run that only waits may be that of a trainer that was killed: nobody misses its engine.
+        going = {run for run, states in unfinished.items() if states[State.RUNNING]}
+        return unserved(going, self._engines.known)
 
 
 def unserved(runs: set[str], engines: list[Engine]) -> str:

@@ -62,7 +62,7 @@ class Store:
 
     def __init__(
         self,
-        url: str,
+        url: str | URL,
         committed: Callable[[int, float], None] = lambda writes, seconds: None,
         *,
         power_safe: bool = False,
@@ -287,7 +287,9 @@ def _is_away(error: Exception) -> bool:
     return error.connection_invalidated or (error.statement is None and getattr(error.orig, "sqlstate", "") is None)
 
 
-def _sqlite(url: str, power_safe: bool) -> Engine:
+def _sqlite(url: str | URL, power_safe: bool) -> Engine:
+    # It holds what rollouts said; the files that SQLite puts beside it get its mode.
+    os.close(os.open(make_url(url).database or "", os.O_RDWR | os.O_CREAT, 0o600))
     engine = create_engine(
         url,
         connect_args={"check_same_thread": False, "timeout": 30},
@@ -309,7 +311,7 @@ def _sqlite(url: str, power_safe: bool) -> Engine:
     return engine
 
 
-def _address(url: str) -> URL:
+def _address(url: str | URL) -> URL:
     """Raises ConfigError."""
     try:
         return make_url(url)
@@ -317,7 +319,7 @@ def _address(url: str) -> URL:
         raise ConfigError("gateway.database: not an address of the form postgresql://user@host:5432/name") from None
 
 
-def _postgresql(url: str, client: str) -> Engine:
+def _postgresql(url: str | URL, client: str) -> Engine:
     """Raises ConfigError."""
     # A gateway that stands still in a transaction must not hold the lock of all for ever.
     options = "-c idle_in_transaction_session_timeout=10s"

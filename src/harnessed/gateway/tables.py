@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import (
     JSON,
+    BigInteger,
     Boolean,
     Column,
     Dialect,
@@ -32,6 +33,9 @@ class String(TypeDecorator[str]):
     def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
         return value.replace("\0", "\ufffd") if value and "\0" in value else value
 
+
+Wide = BigInteger().with_variant(Integer, "sqlite")
+"""64 bits; all other numbers are those of things that are counted, and PostgreSQL gives them 32."""
 
 schema = MetaData()
 
@@ -87,7 +91,7 @@ groups = Table(
     Column("n", Integer, nullable=False),
     Column("purpose", String, nullable=False),
     Column("sampling", JSON, nullable=False),
-    Column("seed", Integer, nullable=False),
+    Column("seed", Wide, nullable=False),
     Column("complete", Boolean, nullable=False),
     Column("created", Float, nullable=False),
 )
@@ -192,7 +196,7 @@ metrics = Table(
     schema,
     Column("number", Integer, primary_key=True, autoincrement=True),
     Column("run", String, nullable=False),
-    Column("step", Integer, nullable=False),
+    Column("step", Wide, nullable=False),
     Column("values", JSON, nullable=False),
     Column("time", Float, nullable=False),
     Index("metrics_by_run", "run", "number"),

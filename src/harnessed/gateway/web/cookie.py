@@ -9,16 +9,16 @@ import hashlib
 from starlette.requests import Request
 from starlette.responses import Response
 
-from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.keys import ADMIN, Keyring, bearer_key
 
 _WEEK_S = 7 * 24 * 3600
 
 
 def sent_key(request: Request, keyring: Keyring) -> str:
     """The key that came with a request, unchecked; empty if none did."""
-    header = request.headers.get("authorization")
-    if header is not None:
-        return header.removeprefix("Bearer ").strip()
+    # A header of another scheme is meant for what stands before the gateway.
+    if key := bearer_key(request.headers.get("authorization", "")):
+        return key
     return request.cookies.get(_name(keyring), "") if request.method == "GET" else ""
 
 

@@ -7,7 +7,7 @@ import { showRuns } from "./runs.js";
 import { Refused, logIn, logOut } from "./server.js";
 import { showTranscripts } from "./transcript.js";
 
-const PAGES = { "": showRuns, run: showRun, group: showGroup, rollout: showTranscripts };
+const PAGES = new Map([["", showRuns], ["run", showRun], ["group", showGroup], ["rollout", showTranscripts]]);
 const top = document.getElementById("top");
 const page = document.getElementById("page");
 let leaving = new AbortController();
@@ -18,15 +18,24 @@ async function go() {
   const { signal } = leaving;
   if (await loggedInByAddress()) return;
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [kind, ...names] = path.split("/").map(decodeURIComponent);
-  const show = PAGES[kind];
+  const [kind, ...names] = path.split("/");
+  const show = PAGES.get(kind);
   frame([]);
-  page.className = kind || "runs";
+  page.className = show ? kind || "runs" : "";
   try {
     if (!show) throw new Refused(404, `there is no page ${location.hash}`);
-    await show({ page, frame, names, query: Object.fromEntries(new URLSearchParams(query)), signal });
+    const asked = Object.fromEntries(new URLSearchParams(query));
+    await show({ page, frame, names: names.map(decoded), query: asked, signal });
   } catch (error) {
     if (!signal.aborted) fail(error);
+  }
+}
+
+function decoded(name) {
+  try {
+    return decodeURIComponent(name);
+  } catch {
+    throw new Refused(404, `${location.hash} is not a whole address`);
   }
 }
 
@@ -51,15 +60,24 @@ function frame(crumbs) {
     h("a", { class: "brand", href: "#/" }, h("img", { src: "icon.svg", alt: "" }), "Harnessed"),
     h("nav", {}, crumbs.map(([text, href]) => [h("i", {}, "/"), href ? h("a", { href }, text) : h("b", {}, text)])),
     h("span", { class: "link", title: "whether the gateway answers" }),
-    button("Log out", async () => (await logOut(), askForKey()), "quiet"),
+    button("Log out", leave, "quiet"),
   );
 }
 
-function fail(error) {
+async function leave() {
+  try {
+    await logOut();
+    askForKey();
+  } catch (error) {
+    leaving.abort();
+    fail(error, "You are still logged in: the gateway was not told");
+  }
+}
+
+function fail(error, title = "This page cannot be shown") {
   if (error instanceof Refused && error.status === 401) return askForKey();
-  const title = h("h2", {}, "This page cannot be shown");
-  const back = h("a", { href: "#/" }, "All runs");
-  page.replaceChildren(h("section", { class: "failure" }, title, h("p", {}, error.message), back));
+  const back = h("a", { href: "#/", onclick: go }, "All runs"); // where that is the address already, nothing changes
+  page.replaceChildren(h("section", { class: "failure" }, h("h2", {}, title), h("p", {}, error.message), back));
 }
 
 function askForKey(complaint = "") {

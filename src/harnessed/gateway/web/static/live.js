@@ -30,7 +30,9 @@ function drawTurnstile(turnstile) {
   return [
     gate,
     h("p", {}, `by ${owner} (${mode}), since `, h("b", { title: date(since) }, seconds(now() - since))),
-    h("p", {}, `${count(in_flight)} in flight; its lease ends in ${seconds(Math.max(0, lease_until - now()))}`),
+    h("p", {}, `${count(in_flight)} in flight; `, lease_until < now()
+      ? h("b", {}, `its owner is gone: lease ended ${ago(lease_until)}`)
+      : `its lease ends in ${seconds(lease_until - now())}`),
   ];
 }
 

@@ -4,6 +4,7 @@ import { button, count, h } from "./dom.js";
 
 const ROLES = ["system", "developer", "user", "assistant", "tool"];
 const LONG = 1600; // characters that are shown before one has to ask for more
+const DEEP = 30; // levels of a call's arguments that are drawn field by field
 
 /** The text of a message's content, whatever form its protocol gave it. */
 export function textOf(content) {
@@ -44,16 +45,26 @@ function nameOf(called) {
   return called.function?.name ?? called.name ?? called.type ?? "?";
 }
 
-/** What is no JSON is shown as the model left it. */
+/** What is no JSON, or nested too deep for the eye and the browser, is shown as the model left it. */
 function argumentsOf(call) {
   const written = call.function?.arguments ?? call.input ?? "";
   let value = written;
-  try {
-    value = typeof written === "string" ? JSON.parse(written) : written;
-  } catch {
-    return folded(written);
+  if (typeof written === "string") {
+    try {
+      value = JSON.parse(written);
+    } catch {
+      return folded(written);
+    }
+    if (isDeep(value)) return folded(written);
   }
   return isObject(value) ? fieldsOf(value) : folded(pretty(value));
+}
+
+function isDeep(value) {
+  let level = [value];
+  for (let depth = 0; depth < DEEP && level.length; depth++)
+    level = level.flatMap((each) => (each != null && typeof each === "object" ? Object.values(each) : []));
+  return level.length > 0;
 }
 
 function isObject(value) {

@@ -32,7 +32,8 @@ export async function logIn(key) {
 }
 
 export async function logOut() {
-  await fetch("/ui/logout", { method: "POST" });
+  const response = await fetch("/ui/logout", { method: "POST" });
+  if (!response.ok) throw new Refused(response.status, response.statusText);
 }
 
 export function pause(milliseconds, signal) {
@@ -64,8 +65,8 @@ export function follow(run, cursor, changed, signal) {
       const query = new URLSearchParams({ run, after: cursor, wait_s: 25 });
       const changes = await get("/api/changes?" + query, signal);
       if (changes.length) {
+        await changed(changes); // where this fails, they are asked for again
         cursor = changes.at(-1).cursor;
-        await changed(changes);
       }
     },
     700,

@@ -375,7 +375,7 @@ async def first_bytes(url, key, limit_s, *, retry=0):
 
 @pytest.mark.xfail(
     strict=True,
-    reason="no call has answered yet whose protocol could say that it waits; Codex is cut off by what is no event of it",
+    reason="nothing has begun yet whose protocol could say that it waits; what is no event of it cuts Codex off",
 )
 async def test_who_waits_for_an_answer_of_the_other_gateway_gets_signs_of_life(pair, monkeypatch):
     """A retry that comes to the other gateway waits for the first one's answer before anything is sent: no ping for as
@@ -648,7 +648,7 @@ async def test_a_second_sample_that_had_to_wait_for_its_turn_is_a_sample_of_its_
 
 @pytest.mark.xfail(
     strict=True,
-    reason="engines look for stop strings in what they sample only; the text is cut for the harness, the tokens after it stay",
+    reason="engines look for stop strings in what they sample only; the text is cut, the tokens after it stay",
 )
 async def test_a_stop_string_is_seen_across_a_break(house):
     """An answer is interrupted within its stop string, by an update for instance. The engine that goes on looks for the

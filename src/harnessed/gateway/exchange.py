@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from harnessed.gateway.attempts import Attempts
 from harnessed.gateway.delivery import CONNECTION, Connection, deliver, send_json
 from harnessed.gateway.intake import Asked, Intake
-from harnessed.gateway.keys import Key, Keyring
+from harnessed.gateway.keys import Key, Keyring, bearer_key
 from harnessed.gateway.keys import Scope as KeyScope
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.progress import STORE, current, waits_for
@@ -98,7 +98,7 @@ class Exchange:
     def key(self, scope: Scope) -> Key:
         """Of the attempt that calls. Raises WireError."""
         headers = Headers(scope=scope)
-        text = scope["path_params"].get("key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
+        text = scope["path_params"].get("key") or bearer_key(headers.get("authorization", ""))
         text = text or headers.get("x-api-key") or headers.get("x-goog-api-key") or _address(scope).get("key", "")
         key = self._keyring.read(text)
         if key is None:

@@ -1,6 +1,6 @@
 """Closed turnstiles in the store, as transactions: who closed which, until when the owner has promised to be there.
 
-`api.py` closes and opens, `fellows.py` reads what holds now. What a gateway does about it is in `turnstile.py`.
+`api.py` closes and opens, `peers.py` reads what holds now. What a gateway does about it is in `turnstile.py`.
 """
 
 from sqlalchemy import Connection, delete, insert, select, update

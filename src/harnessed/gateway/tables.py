@@ -1,6 +1,6 @@
 """The tables: what the gateway keeps, on SQLite as on PostgreSQL. `store.py` opens the database.
 
-The modules that name transactions (`lifecycle.py`, `recording.py`, `closings.py`, `fellows.py`) read and write them. A
+The modules that name transactions (`lifecycle.py`, `recording.py`, `closings.py`, `peers.py`) read and write them. A
 change here comes with a migration in `migrations/`.
 """
 

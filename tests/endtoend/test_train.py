@@ -194,7 +194,7 @@ def test_the_dashboard_has_the_curves_and_fates_that_the_folder_has(finished_run
         fates = {rollout: json.loads(tokens) for rollout, tokens in database.execute("select * from fates")}
     assert posted == lines(run / "metrics.jsonl")
     assert fates == {line["rollout"]: line["fates"] for line in lines(run / "transcripts.jsonl")}
-    assert "dashboard" not in printed  # nothing failed to be posted
+    assert "dashboard: http" in printed and printed.count("dashboard") == 1  # nothing failed to be posted
 
 
 def test_the_configuration_that_was_used_is_kept(finished_run):

@@ -90,6 +90,9 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()  # the application begins after this
         self.scope["extensions"] = {CONNECTION: {"of": self}}
 
+    def watch(self) -> None:
+        self.flow.resume_reading()
+
     def reset(self) -> None:
         at_once = struct.pack("ii", 1, 0)
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)

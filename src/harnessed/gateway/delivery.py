@@ -34,6 +34,10 @@ class Connection(Protocol):
     gone: asyncio.Future[None]
     """Done when the client is gone."""
 
+    def watch(self) -> None:
+        """See when the client leaves: its request was read. Of one that is longer than what is read ahead, nothing more
+        would be read before somebody asks for it, not even its end."""
+
     def reset(self) -> None:
         """Nothing more is sent, and whoever reads is told that it broke."""
 

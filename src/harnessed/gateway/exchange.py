@@ -54,13 +54,14 @@ class Exchange:
             session = await self._session(scope)
             progress.of(session.run, session.attempt)
             body = await self._intake.body(receive)
+            connection: Connection = scope["extensions"][CONNECTION]["of"]
+            connection.watch()
             if session.outdated:  # while the body came
                 session = await self._session(scope)
             await self._attempts.catch_up(session)
             asked = await self._intake.read(wire, session, body, _address(scope))
             progress.streamed = asked.turn.stream
             self._note_delivered(session, asked.proven)
-            connection: Connection = scope["extensions"][CONNECTION]["of"]
             gone = connection.gone
             retry_count = session.retry_count(asked.place.prompt, asked.turn.wanted, _retry_count(scope))
             pending = await self._repeated(session, asked.turn, asked.place, retry_count, gone)

@@ -188,7 +188,7 @@ class Store:
     def _transact(self, batch: list[Queued]) -> tuple[list[Result], bool]:
         """All of the batch in one transaction; each in a savepoint of its own if one of them fails without them."""
         if self._writer is None or self._writer.closed or self._writer.invalidated:
-            self._writer = self._engine.connect()
+            self._writer = self._engine.connect().execution_options(writes=True)
         connection = self._writer
         try:
             with connection.begin():
@@ -300,13 +300,15 @@ def _sqlite(url: str | URL, power_safe: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # the driver's own BEGIN comes too late for savepoints
-        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file; `shrink` needs it
+        if not connection.execute("PRAGMA page_count").fetchone()[0]:  # on another than a new file it would be a write
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # `shrink` needs it
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if power_safe else 'NORMAL'}")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN")
+        # The writer waits for its turn where another connection makes room; begun as a reader, it would be refused.
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if connection.get_execution_options().get("writes") else "BEGIN")
 
     return engine
 

@@ -289,7 +289,8 @@ def _is_away(error: Exception) -> bool:
 
 def _sqlite(url: str | URL, power_safe: bool) -> Engine:
     # It holds what rollouts said; the files that SQLite puts beside it get its mode.
-    os.close(os.open(make_url(url).database or "", os.O_RDWR | os.O_CREAT, 0o600))
+    file = Path(make_url(url).database or "")
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
     engine = create_engine(
         url,
         connect_args={"check_same_thread": False, "timeout": 30},
@@ -300,7 +301,7 @@ def _sqlite(url: str | URL, power_safe: bool) -> Engine:
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # the driver's own BEGIN comes too late for savepoints
-        if not connection.execute("PRAGMA page_count").fetchone()[0]:  # on another than a new file it would be a write
+        if not file.stat().st_size:  # on another than a new file it would be a write
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # `shrink` needs it
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if power_safe else 'NORMAL'}")

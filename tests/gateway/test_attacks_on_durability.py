@@ -676,7 +676,7 @@ async def test_retention_makes_room(house, monkeypatch):
     await house.admin(end_attempt(attempt.rollout, 1, Ending(outcome=Outcome.OK, reward=1.0), 3))
     row = {"rollout": attempt.rollout, "attempt": 1, "type": "t", "data": "x" * 2**20, "time": 0.0}
     await house.store.write(lambda connection: connection.execute(insert(events), [row] * 20) and None)
-    await house.store.write(lambda c: c.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)") and None)
+    await house.store.read(lambda c: c.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)") and None)
     old = time.time() - 9 * retention.DAY_S
     await house.store.write(
         lambda c: c.execute(update(rollouts).values(created=old, started=old, finished=old)) and None

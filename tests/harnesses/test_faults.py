@@ -111,12 +111,8 @@ FAULTS = {
         part=THINKS, engine={"hang_up": True, "stall_at": THINKS, "stall_s": 0.5}, otherwise=True, calls=4, wastes=True
     ),
     "engine is away": Fault(back=faulty.go_away),
-    "gateway restarts before the first token": Fault(
-        restarts=True, engine={"delay_s": 30}, calls=4, lost=1, whole_lost=1
-    ),
-    "gateway restarts in the middle": Fault(
-        restarts=True, engine={"stall_at": THINKS}, calls=4, lost=1, whole_lost=1, wastes=True
-    ),
+    "gateway restarts before the first token": Fault(restarts=True, engine={"delay_s": 30}, calls=4),
+    "gateway restarts in the middle": Fault(restarts=True, engine={"stall_at": THINKS}, calls=4),
     "65 s late": Fault(faulty.wait(65), long=True),
     "stalled for 95 s": Fault(faulty.wait(95, TEXT), long=True),
     "stalled for 310 s": Fault(faulty.wait(310, THOUGHT), unseen=True, clients=("codex", "claude"), long=True),

@@ -19,7 +19,7 @@ from pathlib import Path
 from harnessed.config import ConfigError
 
 SECRET_BYTES = 32
-_MOST_REMEMBERED = 10_000
+_MOST_REMEMBERED = 1_000
 """Keys that need no second check: every call of an attempt comes with the same one."""
 _BEARER = re.compile(r"(?:bearer\b\s*)?(\S*)", re.IGNORECASE)
 

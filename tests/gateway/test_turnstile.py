@@ -195,3 +195,19 @@ async def test_held_time_is_told(house):
     assert await house.admin(get_held_seconds(late.rollout, 1)) == 0
     await asyncio.sleep(0.1)
     assert await house.admin(get_held_seconds(attempt.rollout, 1)) == told
+
+
+async def test_what_was_opened_while_it_was_drained_stays_open(house):
+    """Its owner was interrupted, say: its request to close still waits when it opens."""
+    (attempt,) = await house.attempts()
+    house.engine.script = lambda prompt, call: (
+        Scripted(answer("slow"), stall_at=2, stall_s=1) if call == 1 else answer(".")
+    )
+    asking = ask(house, attempt.key)
+    await until(lambda: house.engine.log and len(house.engine.log[0].answer) == 2)
+    closing = asyncio.create_task(close(house))
+    await until(lambda: house.turnstiles.is_closed("r"))
+    await house.admin(open_turnstile("r", "trainer"))
+    assert (await closing).state == TurnstileState.OPEN
+    assert (await house.admin(get_turnstile("r"))).state == TurnstileState.OPEN
+    await asking

@@ -159,8 +159,8 @@ class Peers:
         while True:
             found = await self.turnstile(run)
             if found.state != TurnstileState.CLOSING or time.monotonic() > deadline:
-                closed = await self._store.write(lambda c: closings.close(c, run, wanted, time.time()))
-                return closed.model_copy(update={"state": found.state, "in_flight": found.in_flight})
+                await self._store.write(lambda c: closings.find(c, run) and closings.close(c, run, wanted, time.time()))
+                return await self.turnstile(run)
             # Of others there is nothing to hear but by looking.
             others = min(deadline, time.monotonic() + 0.05) if self._store.shared else deadline
             await self._turnstiles.change(others)

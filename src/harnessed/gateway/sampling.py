@@ -111,38 +111,26 @@ class Sampler:
         `previews`, if somebody streams: one for each answer. `note` admits the call in the store.
         """
         try:
-            return await self._sample(session, turn, place, choices, call, previews, note)
+            given = await _all(self._answer(session, call, *each) for each in zip_longest(choices, previews))
+            failure = next((error for error in given if isinstance(error, BaseException)), None)
+            nodes: list[Node] = []
+            continued: list[int] = []
+            for choice, answer in zip(choices, given, strict=True):
+                generated = answer.kept if isinstance(answer, EngineFailed) else answer
+                if isinstance(generated, BaseException) or not generated.tokens:
+                    continue
+                nodes.append(_node(session, turn, place, choice, generated, call))
+                continued += [choice.begun.number] if choice.begun else []
+            if nodes:
+                overcome = place.prompt.hex() if failure is None else ""
+                await self._record(session, turn, place, nodes, continued, overcome, note)
+            if failure is not None:
+                failed = not isinstance(failure, Interrupted)
+                self._store.write_soon(lambda connection: record_failure(connection, call, time.time(), failed=failed))
+                self._explain(session, place, failure)
+            return nodes
         finally:
             self._unwanted.discard(call)
-
-    async def _sample(
-        self,
-        session: Session,
-        turn: Turn,
-        place: Place,
-        choices: list[Wanted],
-        call: str,
-        previews: list[Preview],
-        note: Work[None],
-    ) -> list[Node]:
-        given = await _all(self._answer(session, call, *each) for each in zip_longest(choices, previews))
-        failure = next((error for error in given if isinstance(error, BaseException)), None)
-        nodes: list[Node] = []
-        continued: list[int] = []
-        for choice, answer in zip(choices, given, strict=True):
-            generated = answer.kept if isinstance(answer, EngineFailed) else answer
-            if isinstance(generated, BaseException) or not generated.tokens:
-                continue
-            nodes.append(_node(session, turn, place, choice, generated, call))
-            continued += [choice.begun.number] if choice.begun else []
-        if nodes:
-            overcome = place.prompt.hex() if failure is None else ""
-            await self._record(session, turn, place, nodes, continued, overcome, note)
-        if failure is not None:
-            failed = not isinstance(failure, Interrupted)
-            self._store.write_soon(lambda connection: record_failure(connection, call, time.time(), failed=failed))
-            self._explain(session, place, failure)
-        return nodes
 
     async def interrupt(self, session: Session, pending: Pending) -> None:
         """Nobody waits for a call any more: its generations end, and the tokens that they have are kept. An engine that

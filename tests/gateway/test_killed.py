@@ -231,6 +231,7 @@ def test_killed_after_the_first_token_of_a_stream(mortal):
     stream = iter(client.chat.completions.create(model="m", messages=ASKED, stream=True))
     while not (next(stream).choices[0].delta.content):
         pass
+    mortal.until("select count(*) from calls")
     mortal.kill()
     with pytest.raises(openai.APIConnectionError):
         list(stream)

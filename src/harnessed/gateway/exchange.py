@@ -150,7 +150,7 @@ class Exchange:
 
     def _note_delivered(self, session: Session, proven: list[int]) -> None:
         if proven:
-            self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, proven))
+            self._store.write_later(lambda connection: mark_delivered(connection, session.attempt, proven))
             session.drop_delivered(proven)
 
     def _check_admission(self, session: Session, asked: Asked) -> None:
@@ -210,13 +210,14 @@ class Exchange:
         numbers = [node.number for node in pending.answers.result()]
         for number in numbers:
             session.tree.nodes[number].delivered = True
-        self._store.write_soon(lambda connection: mark_delivered(connection, session.attempt, numbers))
+        self._store.write_later(lambda connection: mark_delivered(connection, session.attempt, numbers))
         session.handed_over(pending)
         self._attempts.overcame_store(session.attempt)
 
 
 def _address(scope: Scope) -> Address:
-    return {**QueryParams(scope["query_string"]), **scope["path_params"]}
+    query = scope["query_string"]
+    return {**QueryParams(query), **scope["path_params"]} if query else dict(scope["path_params"])
 
 
 def _retry_count(scope: Scope) -> int:

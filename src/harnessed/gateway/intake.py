@@ -61,7 +61,9 @@ class Intake:
         """Raises WireError."""
         known = session.beginning(body, wire.__name__)
         asked = await self._read(wire, session, body, at, known)
-        session.remember(asked.turn.beginning, known, wire.__name__)
+        if asked.turn.beginning:
+            beginning = replace(asked.turn.beginning, protocol=wire.__name__, refers=_refers(body, known))
+            session.remember(beginning, known)
         return asked
 
     async def count(self, wire: Wire, session: Session, body: bytes, at: Address) -> int:
@@ -136,7 +138,15 @@ class Intake:
 def _is_short(body: bytes, known: Beginning | None) -> bool:
     """Whether a request is read at once: what is new of it is small, and it says all itself."""
     new = len(body) - (len(known.whole) if known else 0)
-    return new < ASIDE_BYTES and not any(name in body for name in (b"item_reference", b"previous_response_id"))
+    return new < ASIDE_BYTES and not _refers(body, known)
+
+
+def _refers(body: bytes, known: Beginning | None) -> bool:
+    """Whether a request may refer to what it does not hold itself."""
+    if known and known.refers:
+        return True
+    new = body[len(known.whole) :] if known else body
+    return b"item_reference" in new or b"previous_response_id" in new
 
 
 def _are_short(messages: list[dict[str, Any]]) -> bool:

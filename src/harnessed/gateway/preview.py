@@ -22,8 +22,8 @@ class Preview:
         self.tokens: list[int] = []
         self.beginnings = 0
         """How often it was begun, with the tokens that were kept."""
-        self.changed = asyncio.Event()
-        """Set by the next tokens. Take it before looking at them, so that nothing falls between."""
+        self._changed: asyncio.Future[None] | None = None
+        """Somebody waits for it."""
 
     def begin(self, kept: list[int]) -> None:
         self.tokens = list(kept)
@@ -31,8 +31,16 @@ class Preview:
 
     def add(self, new: list[int]) -> None:
         self.tokens += new
-        self.changed.set()
-        self.changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
+
+    @property
+    def changed(self) -> "asyncio.Future[None]":
+        """Done with the next tokens. Take it before looking at them, so that nothing falls between."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
 
 
 class Broken(Exception):

@@ -5,7 +5,7 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from harnessed.gateway.preview import Preview
 from harnessed.gateway.progress import Stage, stage
@@ -96,10 +96,9 @@ class Session:
         """What is known of a request: each protocol asks for more than another does."""
         return next((each for each in self.beginnings if each.protocol == protocol and each.begins(body)), None)
 
-    def remember(self, beginning: Beginning | None, known: Beginning | None, protocol: str) -> None:
+    def remember(self, beginning: Beginning, known: Beginning | None) -> None:
         """A request was read, of which `known` was known."""
-        if beginning and len(beginning.whole) <= growing.MOST_BYTES:
-            beginning = replace(beginning, protocol=protocol)
+        if len(beginning.whole) <= growing.MOST_BYTES:
             self.beginnings = [beginning, *(each for each in self.beginnings if each is not known)][:_BEGINNINGS]
 
     @property

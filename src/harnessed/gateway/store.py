@@ -42,6 +42,8 @@ Result = tuple[asyncio.Future[Any] | None, Any, BaseException | None]
 AWAY_LIMIT_S = 60.0
 """How long writes wait for a database that does not answer."""
 AWAY_PAUSE_S = 0.2
+LATER_S = 0.01
+"""How long a write that nobody waits for may wait for others."""
 LEAST_FREE_BYTES = 64 << 20
 """What was admitted can still be answered, and an update of the records begun, with so much."""
 _WRITERS_LOCK = 0x6861726E
@@ -88,6 +90,8 @@ class Store:
             raise ConfigError(f"gateway.database: cannot use it: {' '.join(str(error.orig).split())}") from error
         self._gathered: list[Queued] = []
         """Writes that the thread does not have yet."""
+        self._due = False
+        """It gets them in this turn of the event loop."""
         self._writer: Connection | None = None
         """The writer's own; None: there is none yet, or it was lost."""
         self._queue: queue.SimpleQueue[list[Queued] | None] = queue.SimpleQueue()
@@ -100,22 +104,34 @@ class Store:
         """Run `work` in the next group commit; its result after the commit, or what it raised."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._gather((work, future))
+        self._hand_over_soon()
         # Shielded: a client that goes away must not cancel a future that the writer thread will resolve.
         return await asyncio.shield(future)
 
     def write_soon(self, work: Work[None]) -> None:
         """Run `work` in the next group commit, in the order of all writes, without waiting for it."""
         self._gather((work, None))
+        self._hand_over_soon()
+
+    def write_later(self, work: Work[None]) -> None:
+        """The same, for what makes no commit of its own before `LATER_S`."""
+        if not self._gathered:
+            self._loop.call_later(LATER_S, self._hand_over)
+        self._gather((work, None))
 
     def _gather(self, queued: Queued) -> None:
-        """What is written in one turn of the event loop goes to the thread together: to wake it costs as much as a
-        write, and so does a commit."""
-        if not self._gathered:
-            self._loop.call_soon(self._hand_over)
+        """What is written together goes to the thread together: to wake it costs as much as a write, and so does a
+        commit."""
         self._gathered.append(queued)
         self.waiting += 1
 
+    def _hand_over_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._hand_over)
+
     def _hand_over(self) -> None:
+        self._due = False
         if self._gathered:
             self._queue.put(self._gathered)
             self._gathered = []

@@ -9,6 +9,7 @@ same is in `matching.py`.
 """
 
 import hashlib
+import operator
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,8 +38,10 @@ class Place:
     """Of these, by index, the answers that the transcript knows: their nodes."""
     prompt: Digest
     """Names the whole request; equal for identical requests."""
-    repeated: dict[Digest, Message]
-    """The answers of that conversation as the request repeats them, by the conversations that end in them."""
+    messages: list[Message]
+    """All of the request."""
+    digests: list[Digest]
+    """Of its beginnings, from the empty one on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +103,13 @@ class Tree:
 
     def place(self, messages: list[Message], tools: list[Message]) -> Place:
         digests = self._beginnings(messages, _start(tools))
-        repeated: dict[Digest, Message] = {}
-        follows, after = 0, 0
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant" and digests[index + 1] in self._conversations:
-                repeated[digests[index + 1]] = message
-                after = index + 1
-        if after:
-            follows = self._meant(messages[after - 1], self._conversations[digests[after]])
+        ends = (end for end in range(len(messages), 0, -1) if digests[end] in self._conversations)
+        after = next(ends, 0)
+        follows = self._meant(messages[after - 1], self._conversations[digests[after]]) if after else 0
         new = messages[after:]
         # A conversation cannot begin with an answer: there was a prompt before it, which nobody knows any more.
         known = {i: node for i, m in enumerate(new) if (i or follows) and (node := self._known(m))}
-        return Place(follows, new, known, digests[-1], repeated)
+        return Place(follows, new, known, digests[-1], messages, digests)
 
     def _beginnings(self, messages: list[Message], start: Digest) -> list[Digest]:
         """The digests of all beginnings of a request. What begins with the very messages of the last one is known, as
@@ -119,10 +117,8 @@ class Tree:
         before, known = self._last
         same = 0
         if known and known[0] == start:
-            same = next(
-                (i for i, (a, b) in enumerate(zip(before, messages, strict=False)) if a is not b),
-                min(len(before), len(messages)),
-            )
+            pairs = map(operator.is_, before, messages)
+            same = next((i for i, is_same in enumerate(pairs) if not is_same), min(len(before), len(messages)))
         digests = known[: same + 1] if known and same else [start]
         for message in messages[same:]:
             digests.append(self._fold(digests[-1], message))
@@ -211,7 +207,7 @@ class Tree:
 
     def repeated(self, place: Place, number: int) -> Message:
         """The answer of a node of the conversation that a request follows, as the request repeats it."""
-        return place.repeated[self._ends[number]]
+        return place.messages[place.digests.index(self._ends[number]) - 1]
 
     def prompt(self, number: int) -> Digest:
         """Names the request that a node answers."""

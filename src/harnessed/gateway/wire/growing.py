@@ -36,7 +36,9 @@ class Beginning:
     """Up to the end of the last item."""
     items: list[dict[str, Any]]
     protocol: str = ""
-    """That has read it; set by who keeps it."""
+    """That has read it; set by who keeps it, as the next."""
+    refers: bool = False
+    """It may refer to what it does not hold itself."""
 
     def begins(self, body: bytes) -> bool:
         return body.startswith(self.whole)

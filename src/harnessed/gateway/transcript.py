@@ -180,9 +180,10 @@ class Tree:
             return  # nobody got it, so nobody can repeat it
         self.children.setdefault(node.parent, []).append(node.number)
         self._ids |= dict.fromkeys(call_ids(node.message), node.number)
-        self._answers.setdefault(_canonical(answer_identity(node.message)), []).append(node.number)
-        self._ends[node.number] = self._fold(prompt, node.message)
-        self._conversations.setdefault(self._ends[node.number], []).append(node.number)
+        identity = _canonical(answer_identity(node.message))
+        self._answers.setdefault(identity, []).append(node.number)
+        self._ends[node.number] = end = _following(prompt, identity)
+        self._conversations.setdefault(end, []).append(node.number)
 
     def conversation(self, number: int) -> list[int]:
         """The nodes whose answers a conversation repeats, up to this node."""
@@ -258,7 +259,7 @@ class Tree:
             identity = answer_identity(self.nodes[named].message if named else message)
         else:
             identity = prompt_identity(message)
-        return hashlib.blake2b(_canonical(identity), key=digest, digest_size=16).digest()
+        return _following(digest, _canonical(identity))
 
     def _named(self, message: Message) -> int:
         """The node that an answer's call ids name; 0: none, or several."""
@@ -293,6 +294,11 @@ class Tree:
 def packed(ids: list[int]) -> bytes:
     """As int32, the way that nodes hold them."""
     return array("i", ids).tobytes()
+
+
+def _following(conversation: Digest, identity: bytes) -> Digest:
+    """Names a conversation with one more message."""
+    return hashlib.blake2b(identity, key=conversation, digest_size=16).digest()
 
 
 def _start(tools: list[Message]) -> Digest:

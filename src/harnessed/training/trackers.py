@@ -136,7 +136,7 @@ def _open_trackio(folder: Path, project: str, name: str, settings: dict[str, Any
 
     def close() -> None:
         with quiet():
-            run.finish()
+            trackio.finish()
 
     quiet = partial(contextlib.redirect_stdout, io.StringIO())  # the terminal belongs to the display
     with quiet():

@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 from transcripts import node, transcript
 
-from harnessed.config import Advantage
-from harnessed.records import Fate, Outcome
 from harnessed.training.batching import micro_batches
 from harnessed.training.samples import build
-from harnessed.training.trainer import select
 
 
 def three_samples():
@@ -41,21 +38,3 @@ def test_micro_batches_keep_to_their_budget_and_drop_nothing():
             assert batch.tokens.size <= budget or len(batch.tokens) == 1
             assert (batch.temperatures == 1).all()
             assert np.array_equal(batch.trained, batch.weights > 0)
-
-
-def test_groups_without_a_signal_or_without_members_are_not_taken():
-    def group(name, rewards, outcome=Outcome.OK):
-        return [
-            build(transcript([node(1, 0, [1], [2, 9])], id=f"{name}.{i}", reward=reward, outcome=outcome))
-            for i, reward in enumerate(rewards)
-        ]
-
-    equal, mixed, lost = group("a", [1, 1]), group("b", [1, 0]), group("c", [1, 1], Outcome.INFRASTRUCTURE)
-    alone = [*group("d", [1]), *group("d", [0], Outcome.INFRASTRUCTURE)]
-    taken = select([equal, mixed, lost, alone], Advantage(normalise_deviation=False))
-    assert [sample.rollout for sample in taken.samples] == ["b.0", "b.1"]
-    assert taken.advantages == [0.5, -0.5]
-    assert taken.groups == 1
-    assert [sample.fates for sample in equal] == [{Fate.GROUP_SKIPPED: 2}] * 2
-    assert [sample.fates for sample in lost] == [{Fate.INFRASTRUCTURE: 2}] * 2
-    assert [sample.fates for sample in alone] == [{Fate.GROUP_INCOMPLETE: 2}, {Fate.INFRASTRUCTURE: 2}]

@@ -4,6 +4,7 @@ The weights of the objective are fixed here, over the whole optimiser step, so t
 rows are cut into micro-batches. No row is dropped.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,9 @@ class MicroBatch:
         return int(self.trained.sum())
 
 
-def micro_batches(samples: list[Sample], advantages: list[float], budget: int) -> list[MicroBatch]:
+def micro_batches(
+    samples: list[Sample], advantages: Sequence[float | Mapping[int, float]], budget: int
+) -> list[MicroBatch]:
     """Cut the rows of an optimiser step (one advantage per sample) into micro-batches of at most `budget` tokens.
 
     Padding counts; a row that is longer alone makes a micro-batch of its own. R counts every sample, also one without
@@ -45,7 +48,7 @@ def micro_batches(samples: list[Sample], advantages: list[float], budget: int) -
         for row in sample.rows
     ]
     weighted.sort(key=lambda item: len(item[0].tokens))  # neighbours of like length need little padding
-    batches: list[list[tuple[Row, float, float]]] = []
+    batches: list[list[tuple[Row, float | Mapping[int, float], float]]] = []
     for item in weighted:
         # Sorted: this row is the longest so far, so it sets the padded length.
         if not batches or (len(batches[-1]) + 1) * len(item[0].tokens) > budget:
@@ -54,7 +57,7 @@ def micro_batches(samples: list[Sample], advantages: list[float], budget: int) -
     return [_stack(batch) for batch in batches]
 
 
-def _stack(batch: list[tuple[Row, float, float]]) -> MicroBatch:
+def _stack(batch: list[tuple[Row, float | Mapping[int, float], float]]) -> MicroBatch:
     length = max(len(row.tokens) for row, _, _ in batch)
 
     def pad(arrays: list[np.ndarray], dtype: type[np.generic]) -> np.ndarray:

@@ -11,16 +11,13 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
-from harnessed.config import Advantage, Config
+from harnessed.config import Config
 from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Transcript, Version
-from harnessed.training.advantages import advantages, all_equal
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import micro_batches
 from harnessed.training.closing import closed
@@ -30,19 +27,11 @@ from harnessed.training.failures import WrongVersion
 from harnessed.training.report import HeldOut, Report, Summary, complaint
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
+from harnessed.training.selection import Taken, select
 from harnessed.training.tasks import take
 
 DRAIN_LIMIT_S = 120
 """Longest wait for the engine to finish what it generates before an update."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What an optimiser step takes: whole groups, an advantage for each sample."""
-
-    samples: list[Sample]
-    advantages: list[float]
-    groups: int
 
 
 @contextlib.contextmanager
@@ -277,21 +266,3 @@ def _oddities(groups: list[list[Transcript]]) -> dict[str, int]:
     found = Counter(node.split for attempt in attempts for node in attempt.nodes)
     broken = sum(node.broken_calls for attempt in attempts for node in attempt.nodes)
     return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
-
-
-def select(groups: list[list[Sample]], settings: Advantage) -> Taken:
-    """Groups that can be compared, with their advantages; the others' tokens get the fate that says why not."""
-    taken: list[list[Sample]] = []
-    rewards: list[list[float]] = []
-    for group in groups:
-        members = [sample for sample in group if sample.reward is not None]
-        judged = [sample.reward for sample in members if sample.reward is not None]
-        alone = len(members) < 2
-        if alone or (settings.equal_groups == "skip" and all_equal([[reward] for reward in judged])):
-            for sample in members:
-                sample.give_up(Fate.GROUP_INCOMPLETE if alone else Fate.GROUP_SKIPPED)
-            continue
-        taken.append(members)
-        rewards.append(judged)
-    compared = advantages(rewards, settings)
-    return Taken(list(chain.from_iterable(taken)), list(chain.from_iterable(compared)), len(taken))

@@ -85,6 +85,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone.set_result(None)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # of one that broke too, which the timer would keep
+        # Nor is it kept by what points back to it: old cycles are hardly ever looked for.
+        self.pipeline.clear()
+        self.scope = self.cycle = None  # type: ignore[assignment]
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()  # the application begins after this

@@ -11,6 +11,7 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import cast
 from urllib.parse import quote, unquote, urlsplit
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
@@ -161,8 +162,7 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no such class
         self._open.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -145,8 +145,9 @@ class Routing:
         while True:
             await self.ask(server)
             with suppress(TimeoutError):
-                every = HEALTHY_EVERY_S if server.health.healthy else UNHEALTHY_EVERY_S
-                await asyncio.wait_for(server.doubted.wait(), every)
+                # Not `wait_for`: that of Python 3.11 misses its cancellation if the event is set in the same moment.
+                async with asyncio.timeout(HEALTHY_EVERY_S if server.health.healthy else UNHEALTHY_EVERY_S):
+                    await server.doubted.wait()
             server.doubted.clear()
 
     def _hear(self, server: Server, health: Engine) -> None:

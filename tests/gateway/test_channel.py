@@ -87,25 +87,33 @@ def reset(writer):
 @pytest.fixture
 async def peer():
     peer = Peer()
-    async with asyncio.timeout(LIMIT_S):
-        server = await asyncio.start_server(peer.serve, "127.0.0.1")
-        peer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        yield peer
-        server.close()
-        for writer in peer.connections:
-            writer.close()
+    server = await asyncio.start_server(peer.serve, "127.0.0.1")
+    peer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    yield peer
+    server.close()
+    for writer in peer.connections:
+        writer.close()
+
+
+class Limited(Channels):
+    """What hangs, fails."""
+
+    async def post(self, url, body, follow=None):
+        async with asyncio.timeout(LIMIT_S):
+            return await super().post(url, body, follow)
 
 
 @pytest.fixture
 async def channels():
-    channels = Channels()
+    channels = Limited()
     yield channels
     channels.close()
 
 
 async def until(condition):
-    while not condition():
-        await asyncio.sleep(0.002)
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
 
 
 def chunk(data):
@@ -187,6 +195,15 @@ async def test_a_connection_that_was_unused_for_long_is_closed(peer, channels, m
     await until(lambda: len(channels._open) == 1)
 
 
+async def test_connections_that_a_burst_leaves_are_closed_by_what_comes_later(peer, channels):
+    await asyncio.gather(*(channels.post(peer.url, b"{}") for _ in range(3)))
+    for connection in sorted(channels._open, key=lambda each: each.idle_since)[:2]:
+        connection.idle_since -= channel.IDLE_LIMIT_S
+    await channels.post(peer.url, b"{}")
+    assert len(peer.connections) == 3
+    await until(lambda: len(channels._open) == 1)
+
+
 @pytest.mark.parametrize("more", [SIZED, b"HTTP", b"?"])
 async def test_what_nobody_asked_for_ends_a_connection(peer, channels, more):
     peer.answer = says(SIZED + more)
@@ -218,7 +235,7 @@ async def test_whoever_is_cancelled_closes_the_connection(peer, channels):
     asking = asyncio.create_task(channels.post(peer.url, b"{}"))
     await until(lambda: peer.requests)
     asking.cancel()
-    await peer.left.wait()
+    await until(peer.left.is_set)
     assert (await asyncio.gather(asking, return_exceptions=True)) != [(200, TEXT)]
     peer.answer = says(SIZED)
     assert await channels.post(peer.url, b"{}") == (200, TEXT)
@@ -298,7 +315,7 @@ async def test_what_is_not_http_is_no_answer(peer, channels, said):
     peer.answer = says(said)
     with pytest.raises(NoAnswer, match="does not answer in HTTP"):
         await channels.post(peer.url, b"{}")
-    await peer.left.wait()
+    await until(peer.left.is_set)
 
 
 async def test_nobody_listens(peer, channels):
@@ -322,7 +339,7 @@ async def test_a_limit_of_the_caller_is_the_callers(peer, channels):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await channels.post(peer.url, b"{}")
-    await peer.left.wait()
+    await until(peer.left.is_set)
 
 
 # Streams
@@ -372,7 +389,7 @@ async def test_what_a_follower_raises_is_raised_and_the_connection_closed(peer, 
     peer.answer = says(STREAM + chunk(b"one") + chunk(b"two"))
     with pytest.raises(KeyError, match="one"):
         await channels.post(peer.url, b"{}", follow)
-    await peer.left.wait()
+    await until(peer.left.is_set)
 
 
 # Addresses

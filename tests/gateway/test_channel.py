@@ -198,7 +198,7 @@ async def test_a_connection_that_was_unused_for_long_is_closed(peer, channels, m
 async def test_connections_that_a_burst_leaves_are_closed_by_what_comes_later(peer, channels):
     await asyncio.gather(*(channels.post(peer.url, b"{}") for _ in range(3)))
     for connection in list(channels._addresses[peer.url]._idle)[:2]:
-        connection.idle_since -= channel.IDLE_LIMIT_S
+        connection.idle_since -= 2 * channel.IDLE_LIMIT_S
     await channels.post(peer.url, b"{}")
     assert len(peer.connections) == 3
     await until(lambda: len(channels._open) == 1)

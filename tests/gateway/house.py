@@ -83,6 +83,12 @@ class House:
         self._stack = contextlib.AsyncExitStack()
         await self.start()
 
+    async def engine_known(self) -> None:
+        """Returns when all gateways know the engine: one that others share hears of it with a beat."""
+        async with asyncio.timeout(30):
+            while not all(each._engines._stored for each in self.memories):
+                await asyncio.sleep(0.01)
+
     async def bury(self, name: str) -> None:
         """As the others do with a gateway that they take for dead."""
 

@@ -19,7 +19,7 @@ demo: $(INSTALLED) $(MODEL)/config.json
 
 test: $(INSTALLED) families $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; about 12 minutes on two cores"
-	@$(VENV)/bin/pytest -n 2 --dist loadfile --ignore tests/harnesses --ignore tests/chaos -rs
+	@$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/harnesses --ignore tests/chaos -rs
 
 chaos: $(INSTALLED)
 	@echo "chaos: 2,000 calls while gateways and the engine are killed, on SQLite and on PostgreSQL; about three minutes"

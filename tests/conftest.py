@@ -14,3 +14,24 @@ uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seco
 
 # Each client reads the certificates of all authorities, which takes 20 ms, though tests speak plain HTTP.
 httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
+
+LONG = (
+    "test_survival",
+    "test_engines",
+    "test_train",
+    "test_two_gateways",
+    "test_your_agent",
+    "test_attacks_on_durability",
+    "test_smollm2",
+    "test_killed",
+    "test_attacks_on_surroundings",
+    "test_random_harness",
+    "test_status",
+)
+"""Files that take longest, those that compute and those that wait in turn."""
+
+
+def pytest_collection_modifyitems(items):
+    """The long ones come first, or a worker would be left with one of them when the others have ended."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))

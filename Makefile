@@ -66,7 +66,7 @@ families: .cache/families
 
 harnesses: .cache/harnesses
 	@echo "harnesses: drives each, unmodified, through gateway and local runner; about four minutes"
-	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
+	@$(VENV)/bin/pytest tests/harnesses -n 3 --dist load -rs
 
 harnesses-long: .cache/harnesses
 	@echo "harnesses-long: faults and a closed turnstile, with waits of over five minutes; about twenty minutes"

@@ -16,6 +16,7 @@ uvicorn.server.asyncio = SimpleNamespace(**vars(asyncio) | {"sleep": lambda seco
 httpx._transports.default.create_ssl_context = functools.cache(httpx._transports.default.create_ssl_context)
 
 LONG = (
+    "test_closed",
     "test_survival",
     "test_engines",
     "test_train",

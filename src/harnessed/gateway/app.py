@@ -31,7 +31,7 @@ from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.instruments import Instruments, Readings
 from harnessed.gateway.intake import Intake
-from harnessed.gateway.keys import Keyring
+from harnessed.gateway.keys import SECRET, Keyring
 from harnessed.gateway.peers import Peers
 from harnessed.gateway.probes import probe_routes
 from harnessed.gateway.progress import Calls
@@ -46,7 +46,6 @@ from harnessed.gateway.web.pages import Pages
 
 log = logging.getLogger(__name__)
 DATABASE = "gateway.db"
-SECRET = "gateway.secret"
 _EXPIRY_S = 5.0
 KEEP_ALIVE_S = 3600
 """Agents are silent for long between two calls; a connection closed under them would cost them a failed request."""

@@ -19,7 +19,7 @@ demo: $(INSTALLED) $(MODEL)/config.json
 
 test: $(INSTALLED) families $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; about 12 minutes on two cores"
-	@$(VENV)/bin/pytest -n 2 --dist loadfile --ignore tests/harnesses --ignore tests/chaos -rs
+	@$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/harnesses --ignore tests/chaos -rs
 
 chaos: $(INSTALLED)
 	@echo "chaos: 2,000 calls while gateways and the engine are killed, on SQLite and on PostgreSQL; about three minutes"
@@ -66,7 +66,7 @@ families: .cache/families
 
 harnesses: .cache/harnesses
 	@echo "harnesses: drives each, unmodified, through gateway and local runner; about four minutes"
-	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
+	@$(VENV)/bin/pytest tests/harnesses -n 3 --dist load -rs
 
 harnesses-long: .cache/harnesses
 	@echo "harnesses-long: faults and a closed turnstile, with waits of over five minutes; about twenty minutes"

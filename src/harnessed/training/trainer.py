@@ -93,8 +93,8 @@ class Trainer:
         self._started = time.monotonic()
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []
-        self._steps = 0
-        self._saved = 0
+        self._steps = backend.step
+        self._saved = backend.step
         """Step of the last checkpoint."""
         self._before: HeldOut | None = None
         self._after: HeldOut | None = None
@@ -104,7 +104,7 @@ class Trainer:
         interrupted = False
         try:
             self._before = self._evaluate("before")
-            for number in range(1, self._config.trainer.steps + 1):
+            for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
                 self.step(number)
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
@@ -172,7 +172,7 @@ class Trainer:
         if not any(sample.rows for sample in taken.samples):
             return None
         batches = micro_batches(taken.samples, taken.advantages, self._config.trainer.micro_batch_tokens)
-        update = self._backend.update(batches, self._config.trainer.objective, self._engine_stands_still())
+        update = self._backend.update([batches], self._config.trainer.objective, self._engine_stands_still())
         if not update.applied:
             for sample in taken.samples:
                 sample.give_up(Fate.UPDATE_SKIPPED)

@@ -17,6 +17,8 @@ ADAPTER = "default"
 """peft's name for a model's only adapter."""
 ADAPTER_FILE = "adapter_model.safetensors"
 """As peft names it, beside its adapter_config.json."""
+SAME = 1e-5
+"""Merged weights that differ by less are those of the same model, computed on another machine perhaps."""
 
 
 def load(folder: Path, setting: str) -> Any:
@@ -77,19 +79,14 @@ class Adapters:
     def parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
-    @torch.no_grad()
     def write(self) -> None:
         """Fill the places with the merged weights."""
         for layer, place in self._layers:
-            place.copy_(layer.base_layer.weight + layer.get_delta_weight(ADAPTER))
+            place.data.copy_(_merged(layer))
 
-    @torch.no_grad()
     def distance(self) -> float:
         """Largest difference between the merged weights and what is in the places."""
-        return max(
-            (layer.base_layer.weight + layer.get_delta_weight(ADAPTER) - place).abs().max().item()
-            for layer, place in self._layers
-        )
+        return max(float((_merged(layer) - place).abs().max()) for layer, place in self._layers)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -129,3 +126,8 @@ class Adapters:
         own = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
         if result.unexpected_keys or set(own) & set(result.missing_keys):
             raise ConfigError(f"trainer.resume_from: {folder} adapts other layers: set trainer.lora.targets to its own")
+
+
+def _merged(layer: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return layer.base_layer.weight + layer.get_delta_weight(ADAPTER)

@@ -1,6 +1,7 @@
 """The models of a backend: loading them, and LoRA adapters on a policy that an engine maps. `local.py` calls this."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from harnessed.config import ConfigError, Lora
 
@@ -17,6 +19,8 @@ ADAPTER = "default"
 """peft's name for a model's only adapter."""
 ADAPTER_FILE = "adapter_model.safetensors"
 """As peft names it, beside its adapter_config.json."""
+PREFIX = "base_model.model."
+"""In front of every name in it."""
 SAME = 1e-5
 """Merged weights that differ by less are those of the same model, computed on another machine perhaps."""
 
@@ -31,10 +35,15 @@ def load(folder: Path, setting: str) -> Any:
 
 
 def keep_layer_inputs_only(model: Any) -> None:
-    """Gradient checkpointing in every layer of the model that knows it."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    """Gradient checkpointing (arXiv 1604.06174) of every layer. Raises ConfigError where the model cannot."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in all versions that we run with
+        try:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        except ValueError as error:
+            raise ConfigError(f"trainer.gradient_checkpointing: {error}") from error
     for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
+        if isinstance(module, GradientCheckpointingLayer):
             # transformers does it in training mode only. What is inside of the layer stays without dropout.
             module.training = True
 
@@ -106,7 +115,7 @@ class Adapters:
         folder.mkdir()
         self._config.save_pretrained(folder)
         state = get_peft_model_state_dict(self._model, adapter_name=ADAPTER, save_embedding_layers=False)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / ADAPTER_FILE)
+        save_file({PREFIX + name: tensor.contiguous() for name, tensor in state.items()}, folder / ADAPTER_FILE)
 
     def load(self, folder: Path) -> None:
         """Raises ConfigError if the adapter in the folder is made otherwise than this one."""
@@ -114,7 +123,7 @@ class Adapters:
 
         try:
             found = json.loads((folder / "adapter_config.json").read_bytes())
-            state = load_file(folder / ADAPTER_FILE)
+            state = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"trainer.resume_from: cannot read the adapter in {folder}: {error}") from error
         if (found["r"], found["lora_alpha"]) != (self._config.r, self._config.lora_alpha):

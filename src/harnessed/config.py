@@ -252,7 +252,13 @@ class Trainer(Settings):
     group_size: int = Field(8, ge=2)
     threads: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Most tokens (padding included) in one forward pass, unless a single row is longer."""
+    """Most tokens in one forward pass, unless a single row is longer."""
+    optimiser_steps: int = Field(1, ge=1)
+    """So many for each update, each over whole groups."""
+    epochs: int = Field(1, ge=1)
+    """How often an update goes over its groups, each time with `optimiser_steps` steps."""
+    share_prefixes: bool = True
+    """What rows begin with in common is computed once, where that pays."""
     row_tokens: int | None = Field(None, ge=1)
     """Longest training row, in tokens. None: as long as limits.context lets them become."""
     overlong: Overlong = Overlong.TRUNCATE

@@ -1,6 +1,6 @@
 """The one-machine backend: torch, float32, weights shared with the engine's process through a mapped file.
 
-`trainer.py` gives it the micro-batches of an optimiser step; it knows nothing of rollouts, gateways or schedules.
+`trainer.py` gives it the packs of each optimiser step; it knows nothing of rollouts, gateways or schedules.
 """
 
 import json
@@ -9,14 +9,14 @@ import os
 import shutil
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -24,8 +24,10 @@ from transformers.utils import logging
 
 from harnessed.config import ConfigError, Objective, Optimiser
 from harnessed.records import Version
-from harnessed.training.batching import MicroBatch
+from harnessed.training.backends.attention import attend_by_trees
+from harnessed.training.backends.policy import distributions
 from harnessed.training.losses import Terms, clipped_policy_loss
+from harnessed.training.packing import Pack
 from harnessed.weights import SharedWeights, read_state
 
 POLICY_FILES = (
@@ -40,10 +42,10 @@ POLICY_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an optimiser step did."""
+    """What the optimiser steps between two versions did."""
 
     applied: bool
-    """False: loss or gradient were not finite, the weights are as before."""
+    """False: loss or gradient of no step were finite, the weights are as before."""
     metrics: dict[str, float]
 
 
@@ -60,6 +62,7 @@ class LocalBackend:
             raise ConfigError(f"policy.model: cannot load {model_folder}: {' '.join(str(error).split())}") from error
         self._model = model
         self._model.eval()  # no dropout: the trained distribution has to be the sampled one
+        attend_by_trees(self._model)
         self._clip_norm = optimiser.clip_norm
         served = read_state(weights_folder)
         # No version is used twice: an engine that served an earlier run goes on in a new lineage.
@@ -73,38 +76,62 @@ class LocalBackend:
         )
 
     def update(
-        self, batches: list[MicroBatch], objective: Objective, standing_still: AbstractContextManager[None]
+        self, steps: list[list[Pack]], objective: Objective, standing_still: AbstractContextManager[None]
     ) -> Update:
-        """One optimiser step over all micro-batches. The weights change in place, `standing_still`: that is when the
-        engine must be paused."""
+        """The optimiser steps of an update, in order. The weights change in place, `standing_still` from the first
+        change to the last: that is when the engine must be paused. A step that is not finite changes nothing."""
         started = time.monotonic()
-        self._optimiser.zero_grad(set_to_none=True)
+        # In a single step pi_old is the current policy.
+        olds = [[self._old_logprobs(pack) if len(steps) > 1 else None for pack in packs] for packs in steps]
+        following = Version(self.version.lineage, self.version.number + 1)
         sums: Counter[str] = Counter()
-        differences = [0.0]
-        for batch in batches:
-            terms, entropy = self._terms(batch)
-            loss, batch_sums = clipped_policy_loss(terms, clip=objective.clip, importance_cap=objective.importance_cap)
-            loss.backward()
-            sums.update(
-                {name: value.item() for name, value in (batch_sums | {"loss": loss, "entropy": entropy}).items()}
-            )
-            differences.append((terms.old_logprobs - terms.engine_logprobs).abs().max().item())
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm).item()
-        applied = math.isfinite(norm) and math.isfinite(sums["loss"])
-        if applied:
-            following = Version(self.version.lineage, self.version.number + 1)
-            with standing_still, self._weights.writing(following):
+        differences, norms, applied = [0.0], [], False
+        with ExitStack() as still:
+            for packs, step_olds in zip(steps, olds, strict=True):
+                loss = self._gradients(packs, step_olds, objective, sums, differences)
+                norms.append(torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm).item())
+                if not (math.isfinite(norms[-1]) and math.isfinite(loss)):
+                    sums["steps_skipped"] += 1
+                    continue
+                if not applied:
+                    still.enter_context(standing_still)
+                    still.enter_context(self._weights.writing(following))
+                    applied = True
                 self._optimiser.step()
+        if applied:
             self.version = following
-        tokens = max(sum(batch.trained_tokens for batch in batches), 1)
-        metrics = {name: total / tokens for name, total in sums.items() if name != "loss"}
+        tokens = max(sum(pack.trained_tokens for packs in steps for pack in packs), 1)
+        metrics = {name: total / tokens for name, total in sums.items() if name not in ("loss", "steps_skipped")}
         metrics |= {
-            "loss": sums["loss"],
-            "gradient_norm": norm,
+            "loss": sums["loss"] / len(steps),
+            "steps_skipped": sums["steps_skipped"],
+            "gradient_norm": float(np.mean(norms)),
             "logprob_difference_max": float(np.max(differences)),  # not a number if one is not
             "update_seconds": time.monotonic() - started,
         }
         return Update(applied, metrics)
+
+    def _gradients(
+        self,
+        packs: list[Pack],
+        olds: Sequence[Tensor | None],
+        objective: Objective,
+        sums: Counter[str],
+        differences: list[float],
+    ) -> float:
+        """Leave the gradients of one optimiser step in the model; its loss. Adds to the sums for the metrics."""
+        self._optimiser.zero_grad(set_to_none=True)
+        total = 0.0
+        for pack, old in zip(packs, olds, strict=True):
+            terms, entropies = self._terms(pack, old)
+            loss, pack_sums = clipped_policy_loss(terms, clip=objective.clip, importance_cap=objective.importance_cap)
+            loss.backward()
+            total += loss.item()
+            pack_sums |= {"loss": loss, "entropy": entropies.detach().sum()}
+            sums.update({name: value.item() for name, value in pack_sums.items()})
+            if pack.trained_tokens:
+                differences.append((terms.old_logprobs - terms.engine_logprobs).abs().max().item())
+        return total
 
     @property
     def whole(self) -> bool:
@@ -125,34 +152,24 @@ class LocalBackend:
             file.chmod(0o644)  # safetensors makes its file private
         unfinished.rename(folder)
 
-    def _terms(self, batch: MicroBatch) -> tuple[Terms, Tensor]:
-        """What the objective takes, and the sum of the entropies in nats."""
-        tokens = torch.from_numpy(batch.tokens)  # [B, L]
-        present = torch.from_numpy(batch.present)  # [B, L]
-        trained = torch.from_numpy(batch.trained)[:, 1:]  # [B, L-1]: the logits at t are for the token at t+1
-        hidden = self._model.model(input_ids=tokens, attention_mask=present).last_hidden_state[:, :-1]
-        logits = self._model.lm_head(hidden[trained]).float()  # [N, V], N trained tokens
-        distribution = torch.log_softmax(logits / _of(batch.temperatures, trained)[:, None], dim=-1)
-        logprobs = distribution.gather(1, tokens[:, 1:][trained][:, None])[:, 0]  # [N]
+    def _terms(self, pack: Pack, old: Tensor | None) -> tuple[Terms, Tensor]:
+        """What the objective takes, and the entropies [N] in nats. Without `old`, pi_old is the current policy."""
+        logprobs, entropies = distributions(self._model, pack, entropy_trained=False)
         terms = Terms(
             logprobs=logprobs,
-            # One optimiser step per update: when it starts, pi_old is the current policy.
-            old_logprobs=logprobs.detach(),
-            engine_logprobs=_of(batch.engine_logprobs, trained),
-            advantages=_of(batch.advantages, trained),
-            weights=_of(batch.weights, trained),
+            old_logprobs=logprobs.detach() if old is None else old,
+            engine_logprobs=torch.from_numpy(pack.engine_logprobs),
+            advantages=torch.from_numpy(pack.advantages),
+            weights=torch.from_numpy(pack.weights),
         )
+        return terms, entropies
+
+    def _old_logprobs(self, pack: Pack) -> Tensor:
         with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum()
-        return terms, entropy
+            return distributions(self._model, pack, entropy_trained=False)[0]
 
     def _copied_state(self) -> dict[str, Tensor]:
         """The weights outside of the mapped file, where all share one storage; tied ones stay one tensor."""
         copies: dict[int, Tensor] = {}
         state = self._model.state_dict()
         return {name: copies.setdefault(tensor.data_ptr(), tensor.detach().clone()) for name, tensor in state.items()}
-
-
-def _of(values: NDArray[np.float32], trained: Tensor) -> Tensor:
-    """The entries [N] of a [B, L] array that belong to the trained tokens."""
-    return torch.from_numpy(values)[:, 1:][trained]

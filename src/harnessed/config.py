@@ -344,7 +344,7 @@ class Trainer(Settings):
     group_size: int = Field(8, ge=2)
     threads: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Most tokens (padding included) in one forward pass, unless a single row is longer."""
+    """Most tokens in one forward pass, unless a single row is longer."""
     optimiser_steps: int = Field(1, ge=1)
     """So many for each update, each over whole groups."""
     epochs: int = Field(1, ge=1)

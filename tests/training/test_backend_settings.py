@@ -10,7 +10,7 @@ from updates import served, step, take, train, watching
 
 from harnessed.config import ConfigError, Kl, Lora, Objective, Optimiser, Trainer
 from harnessed.records import Version
-from harnessed.training.backends import optimiser, policy
+from harnessed.training.backends import models, optimiser
 from harnessed.training.backends.local import LocalBackend
 
 FAST = Optimiser(learning_rate=1e-2)
@@ -28,8 +28,8 @@ def backend_of(model, folder, **settings):
 
 
 def gradients(backend, number=0):
-    batches = step(number)
-    backend._gradient(batches, [backend._fixed(batch, several=False) for batch in batches], Objective())
+    packs = step(number)
+    backend._gradient(packs, [backend._fixed(pack, several=False) for pack in packs], Objective())
     return [parameter.grad.clone() for parameter in backend._parameters]
 
 
@@ -61,11 +61,14 @@ def test_lora_trains_adapters_only_and_serves_the_sum(model, tmp_path):
 def test_what_lora_serves_is_what_it_trains(model, tmp_path):
     backend = backend_of(model, tmp_path / "w", lora=Lora(rank=4))
     train(backend, [0])
-    engine = AutoModelForCausalLM.from_pretrained(model)
+    engine = models.load(model, "policy.model")
     engine.load_state_dict(backend._served)
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    with torch.no_grad():
-        assert torch.allclose(engine(tokens).logits, backend._model(tokens).logits, atol=1e-5)
+    ours, theirs, start = (
+        backend._distributions(one, step()[0])[0].detach()
+        for one in (backend._model, engine, models.load(model, "policy.model"))
+    )
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert not torch.allclose(ours, start, atol=1e-2)
 
 
 def test_lora_adapts_the_named_layers_only(model, tmp_path):
@@ -90,8 +93,8 @@ def test_bfloat16_differs_a_little_and_keeps_float32_where_it_counts(model, tmp_
     exact, rough = (
         backend_of(model, tmp_path / precision, precision=precision) for precision in ("float32", "bfloat16")
     )
-    batches = step()
-    fine, coarse = (backend._distributions(backend._model, batches[0])[0] for backend in (exact, rough))
+    packs = step()
+    fine, coarse = (backend._distributions(backend._model, packs[0])[0] for backend in (exact, rough))
     assert fine.dtype == coarse.dtype == torch.float32
     assert 1e-5 < (fine - coarse).abs().max() < 0.05
     for a, b in zip(gradients(exact), gradients(rough), strict=True):
@@ -140,8 +143,8 @@ def test_the_divergence_from_the_reference_begins_at_zero_and_grows(model, tmp_p
     assert 0 < second < third
     # The reference is the start: what a fresh backend computes, this one's still does.
     fresh = backend_of(model, tmp_path / "fresh", **settings)
-    for batch in step(1):
-        kept, anew = (one._fixed(batch, several=False).reference_logprobs for one in (backend, fresh))
+    for pack in step(1):
+        kept, anew = (one._fixed(pack, several=False).reference_logprobs for one in (backend, fresh))
         assert torch.equal(kept, anew)
         assert not kept.requires_grad
 
@@ -168,12 +171,12 @@ def test_several_steps_are_one_version_and_one_write(model, tmp_path, lora):
 def test_the_old_policy_is_the_one_before_the_first_step(model, tmp_path):
     """The second step's ratio is measured from there: the metric kl is log pi_old - log pi over both steps."""
     backend = backend_of(model, tmp_path / "w")
-    batches = step()
-    (old,) = [backend._distributions(backend._model, batch)[0].detach() for batch in batches]
+    packs = step()
+    (old,) = [backend._distributions(backend._model, pack)[0].detach() for pack in packs]
     single = backend_of(model, tmp_path / "single")
     train(single, [0])
-    (new,) = [single._distributions(single._model, batch)[0].detach() for batch in batches]
-    metrics = take(backend, [batches, batches]).metrics
+    (new,) = [single._distributions(single._model, pack)[0].detach() for pack in packs]
+    metrics = take(backend, [packs, packs]).metrics
     assert metrics["kl"] == pytest.approx((old - new).mean().item() / 2, abs=1e-5)
 
 
@@ -261,7 +264,7 @@ def test_a_missing_library_is_named(monkeypatch):
 
 
 def test_layers_keep_their_inputs_without_dropout(model):
-    loaded = policy.load(model, "policy.model")
-    policy.keep_layer_inputs_only(loaded)
+    loaded = models.load(model, "policy.model")
+    models.keep_layer_inputs_only(loaded)
     training = [module for module in loaded.modules() if module.training]
     assert [type(module).__name__ for module in training] == ["Qwen3DecoderLayer"] * 2

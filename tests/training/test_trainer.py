@@ -6,6 +6,7 @@ from scripted_engine import ScriptedEngine
 from transcripts import node, transcript
 
 from harnessed.client import Client
+from harnessed.config import Advantage
 from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Turnstile, TurnstileState
 from harnessed.training.backends.local import Update
@@ -15,7 +16,8 @@ from harnessed.training.trainer import Trainer, select
 
 def trainer_with(engine, backend):
     trainer = Trainer.__new__(Trainer)
-    trainer._config = SimpleNamespace(trainer=TrainerSettings())
+    trainer._config = SimpleNamespace(run=SimpleNamespace(seed=0), trainer=TrainerSettings())
+    trainer._steps = 0
     trainer._engine = Client(engine.url)
     trainer._backend = backend
     return trainer
@@ -23,7 +25,7 @@ def trainer_with(engine, backend):
 
 def one_group():
     samples = [build(transcript([node(1, 0, [1], [2, 9])], id=f"g.{i}", reward=float(i))) for i in range(2)]
-    return samples, select([samples], normalise=True)
+    return samples, select([samples], Advantage())
 
 
 def test_the_engine_stands_still_while_the_weights_change_and_goes_on_afterwards():

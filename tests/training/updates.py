@@ -8,7 +8,8 @@ from safetensors.torch import load_file
 from transcripts import node, transcript
 
 from harnessed.config import Objective
-from harnessed.training.batching import micro_batches
+from harnessed.training.batching import scored
+from harnessed.training.packing import pack
 from harnessed.training.samples import build
 
 
@@ -29,9 +30,9 @@ def rollouts(number=0):
 
 
 def step(number=0, budget=1000, advantages=None):
-    """The micro-batches of one optimiser step."""
+    """The packs of one optimiser step."""
     samples, usual = rollouts(number)
-    return micro_batches(samples, advantages or usual, budget)
+    return pack([scored(samples, advantages or usual, "rollout")], budget, share=True)
 
 
 def train(backend, numbers, objective=None, standing_still=None):

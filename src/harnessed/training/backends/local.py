@@ -1,6 +1,6 @@
 """The one-machine backend: torch, float32 weights, shared with the engine's process through a mapped file.
 
-`trainer.py` gives it the micro-batches of an update's optimiser steps; it knows nothing of rollouts, gateways or
+`trainer.py` gives it the packs of an update's optimiser steps; it knows nothing of rollouts, gateways or
 schedules.
 """
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers.utils import logging
 
 from harnessed.config import ConfigError, Objective, Trainer
 from harnessed.records import Version
-from harnessed.training.backends import checkpoint, optimiser, policy
+from harnessed.training.backends import checkpoint, models, optimiser
+from harnessed.training.backends.policy import distributions
 from harnessed.training.backends.tally import Tally, means
-from harnessed.training.batching import MicroBatch
 from harnessed.training.losses import Terms, objective_loss
+from harnessed.training.packing import Pack
 from harnessed.weights import SharedWeights, read_state
 
 POLICY_FILES = (
@@ -45,7 +45,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What stays as it was before an update's first step, for the trained tokens of a micro-batch; each [N]."""
+    """What stays as it was before an update's first step, for the trained tokens of a pack; each [N]."""
 
     old_logprobs: Tensor | None
     """None: there is one step only, so pi_old is the current policy."""
@@ -67,20 +67,20 @@ class LocalBackend:
         if self.step >= settings.steps:
             raise ConfigError(f"trainer.resume_from: it has taken {self.step} steps: raise trainer.steps above it")
         lora, compares = settings.lora, settings.objective.kl.coefficient > 0
-        model = policy.load(resumed.folder, "trainer.resume_from") if resumed else policy.load(folder, "policy.model")
+        model = models.load(resumed.folder, "trainer.resume_from") if resumed else models.load(folder, "policy.model")
         # With adapters the frozen weights are at hand; without, they are loaded once more to compare with.
-        base = policy.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
+        base = models.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
         self.version = _first_version(weights_folder, resumed)
         self._weights = SharedWeights.create(weights_folder, model, self.version)
         self._model = model
         self._served: dict[str, Tensor] = model.state_dict()
         """What the engine maps, by the names that transformers gives it."""
-        self._adapters = policy.Adapters(model, base, lora, seed) if lora else None
+        self._adapters = models.Adapters(model, base, lora, seed) if lora else None
         self._reference = base.requires_grad_(False) if compares and not lora else None
         self._compares = compares
         self._parameters = self._adapters.parameters() if self._adapters else list(model.parameters())
         if settings.gradient_checkpointing:
-            policy.keep_layer_inputs_only(model)
+            models.keep_layer_inputs_only(model)
         self._optimiser = optimiser.make(self._parameters, settings.optimiser)
         self._updates = 0
         self.whole = True
@@ -89,22 +89,22 @@ class LocalBackend:
             self._restore(resumed)
 
     def update(
-        self, steps: list[list[MicroBatch]], objective: Objective, standing_still: AbstractContextManager[None]
+        self, steps: list[list[Pack]], objective: Objective, standing_still: AbstractContextManager[None]
     ) -> Update:
-        """One optimiser step over the micro-batches of each list, and one new version.
+        """One optimiser step over the packs of each list, and one new version.
 
         What the engine maps changes while `standing_still`, which begins before the first write and ends after the
         last: the engine must be paused meanwhile. A step whose loss or gradient are not finite ends the update.
         """
         started = time.monotonic()
-        fixed = [[self._fixed(batch, several=len(steps) > 1) for batch in batches] for batches in steps]
+        fixed = [[self._fixed(pack, several=len(steps) > 1) for pack in packs] for packs in steps]
         rate = optimiser.learning_rate(self._settings.optimiser, self._updates + 1, self._settings.steps)
         optimiser.set_learning_rate(self._optimiser, rate)
         following = Version(self.version.lineage, self.version.number + 1)
         taken: list[Tally] = []
         with ExitStack() as writing:
-            for batches, before in zip(steps, fixed, strict=True):
-                tally = self._gradient(batches, before, objective)
+            for packs, before in zip(steps, fixed, strict=True):
+                tally = self._gradient(packs, before, objective)
                 if not tally.finite:
                     break
                 if not taken and self._adapters is None:
@@ -159,7 +159,7 @@ class LocalBackend:
             )
         if self._adapters is not None:
             self._adapters.load(adapter)
-            if self._adapters.distance() > policy.SAME:
+            if self._adapters.distance() > models.SAME:
                 raise ConfigError(
                     f"policy.model: {self._folder} is not the model whose adapter {resumed.folder} holds: set it as it "
                     "was when that run began"
@@ -174,53 +174,44 @@ class LocalBackend:
         writing.enter_context(standing_still)
         writing.enter_context(self._weights.writing(following))
 
-    def _fixed(self, batch: MicroBatch, *, several: bool) -> Fixed:
+    def _fixed(self, pack: Pack, *, several: bool) -> Fixed:
         with torch.no_grad():
-            old = self._distributions(self._model, batch)[0] if several else None
+            old = self._distributions(self._model, pack)[0] if several else None
             if not self._compares:
                 return Fixed(old, None)
             if self._adapters is None:
-                return Fixed(old, self._distributions(self._reference, batch)[0])
+                return Fixed(old, self._distributions(self._reference, pack)[0])
             with self._adapters.off():
-                return Fixed(old, self._distributions(self._model, batch)[0])
+                return Fixed(old, self._distributions(self._model, pack)[0])
 
-    def _gradient(self, batches: list[MicroBatch], fixed: list[Fixed], objective: Objective) -> Tally:
+    def _gradient(self, packs: list[Pack], fixed: list[Fixed], objective: Objective) -> Tally:
         """Leaves the clipped gradient of one optimiser step in the parameters."""
         self._optimiser.zero_grad(set_to_none=True)
         tally = Tally()
-        for batch, before in zip(batches, fixed, strict=True):
-            loss, sums = objective_loss(self._terms(batch, before), objective)
+        for pack, before in zip(packs, fixed, strict=True):
+            loss, sums = objective_loss(self._terms(pack, before, entropy_trained=objective.entropy > 0), objective)
             loss.backward()
-            tally.add(loss, sums, batch.trained_tokens)
+            tally.add(loss, sums, pack.trained_tokens)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.optimiser.clip_norm)
         tally.gradient_norm = norm.item()
         return tally
 
-    def _terms(self, batch: MicroBatch, before: Fixed) -> Terms:
-        logprobs, entropies = self._distributions(self._model, batch)
-        trained = torch.from_numpy(batch.trained)[:, 1:]
+    def _terms(self, pack: Pack, before: Fixed, *, entropy_trained: bool) -> Terms:
+        logprobs, entropies = self._distributions(self._model, pack, entropy_trained=entropy_trained)
         return Terms(
             logprobs=logprobs,
             old_logprobs=logprobs.detach() if before.old_logprobs is None else before.old_logprobs,
-            engine_logprobs=_of(batch.engine_logprobs, trained),
-            advantages=_of(batch.advantages, trained),
-            weights=_of(batch.weights, trained),
-            answers=trained.nonzero()[:, 0],
+            engine_logprobs=torch.from_numpy(pack.engine_logprobs),
+            advantages=torch.from_numpy(pack.advantages),
+            weights=torch.from_numpy(pack.weights),
+            answers=torch.from_numpy(pack.answers),
             entropies=entropies,
             reference_logprobs=before.reference_logprobs,
         )
 
-    def _distributions(self, model: Any, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the trained tokens, each [N], float32, in nats."""
-        tokens = torch.from_numpy(batch.tokens)  # [B, L]
-        present = torch.from_numpy(batch.present)  # [B, L]
-        trained = torch.from_numpy(batch.trained)[:, 1:]  # [B, L-1]: the logits at t are for the token at t+1
+    def _distributions(self, model: Any, pack: Pack, *, entropy_trained: bool = False) -> tuple[Tensor, Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=self._settings.precision == "bfloat16"):
-            hidden = model.model(input_ids=tokens, attention_mask=present, use_cache=False).last_hidden_state[:, :-1]
-            logits = model.lm_head(hidden[trained]).float()  # [N, V], N trained tokens
-        distribution = torch.log_softmax(logits / _of(batch.temperatures, trained)[:, None], dim=-1)
-        logprobs = distribution.gather(1, tokens[:, 1:][trained][:, None])[:, 0]
-        return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
+            return distributions(model, pack, entropy_trained=entropy_trained)
 
     def _copied_state(self) -> dict[str, Tensor]:
         """The weights outside of the mapped file, where all share one storage; tied ones stay one tensor."""
@@ -237,8 +228,3 @@ def _first_version(weights_folder: Path, resumed: checkpoint.Checkpoint | None) 
     if not before:
         return Version(0, 0)
     return Version(max(version.lineage for version in before) + 1, max(version.number for version in before) + 1)
-
-
-def _of(values: NDArray[Any], trained: Tensor) -> Tensor:
-    """The entries [N] of a [B, L] array that belong to the trained tokens."""
-    return torch.from_numpy(values)[:, 1:][trained]

@@ -113,7 +113,7 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         from harnessed.training.display import Display
         from harnessed.training.trainer import Trainer
 
-        backend = LocalBackend(config.policy.model, weights, config.trainer.optimiser, threads=config.trainer.threads)
+        backend = LocalBackend(config.policy.model, weights, config.trainer, seed=seed)
         run.wait_for_engine()
         watch = run.watch()
         with Display(config.trainer.steps, lambda: watch.counts) as display:
@@ -127,7 +127,10 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
                 backend,
                 run.rollouts(watch, display.tick),
                 display,
-                itertools.chain(first, train_tasks),
+                # A run that goes on from another one goes on in its tasks.
+                itertools.islice(
+                    itertools.chain(first, train_tasks), backend.step * config.trainer.groups_per_step, None
+                ),
                 held_out,
                 run.restarts,
             )

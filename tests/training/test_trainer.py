@@ -17,7 +17,8 @@ from harnessed.training.trainer import Trainer
 
 def trainer_with(engine, backend):
     trainer = Trainer.__new__(Trainer)
-    trainer._config = SimpleNamespace(trainer=TrainerSettings())
+    trainer._config = SimpleNamespace(run=SimpleNamespace(seed=0), trainer=TrainerSettings())
+    trainer._steps = 0
     trainer._engine = Client(engine.url)
     trainer._backend = backend
     return trainer

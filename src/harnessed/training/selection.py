@@ -1,12 +1,12 @@
 """Which groups an update takes, and with which advantages. `trainer.py` calls `select`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 from harnessed.config import Advantage
 from harnessed.records import Fate
 from harnessed.training.advantages import Returns, all_equal, call_advantages, returns
+from harnessed.training.batching import Advantages
 from harnessed.training.samples import Sample
 
 
@@ -15,7 +15,7 @@ class Taken:
     """What an update takes: whole groups, an advantage for each sample, or for each node whose answer it trains."""
 
     samples: list[Sample]
-    advantages: list[float | Mapping[int, float]]
+    advantages: list[Advantages]
     groups: int
 
 
@@ -46,7 +46,7 @@ def _returns(sample: Sample, settings: Advantage) -> Returns:
     return returns(calls, sample.reward, settings.discount)
 
 
-def _of(sample: Sample, advantages: list[float], settings: Advantage) -> float | Mapping[int, float]:
+def _of(sample: Sample, advantages: list[float], settings: Advantage) -> Advantages:
     if not settings.per_call:
         return advantages[0]
     pairs = zip(sample.calls, advantages, strict=False)  # one without calls has an advantage all the same

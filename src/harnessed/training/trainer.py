@@ -1,7 +1,7 @@
-"""The training loop: roll out groups, compare their rewards, take one optimiser step, again.
+"""The training loop: roll out groups, compare their rewards, take the optimiser steps of an update, again.
 
 `harnessed train` makes a Trainer and calls `run`. `Trainer.step` reads top to bottom; everything it calls is a pure
-function of values (samples, advantages, micro-batches) or one of the three things with effects: the rollouts, the
+function of values (samples, advantages, packs) or one of the three things with effects: the rollouts, the
 engine's pause, the backend's update.
 """
 
@@ -9,21 +9,24 @@ import contextlib
 import signal
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
+from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Transcript, Version
 from harnessed.training.backends.local import LocalBackend, Update
-from harnessed.training.batching import micro_batches
+from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
 from harnessed.training.failures import WrongVersion
+from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, complaint
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
@@ -82,8 +85,8 @@ class Trainer:
         self._started = time.monotonic()
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []
-        self._steps = 0
-        self._saved = 0
+        self._steps = backend.step
+        self._saved = backend.step
         """Step of the last checkpoint."""
         self._before: HeldOut | None = None
         self._after: HeldOut | None = None
@@ -93,7 +96,7 @@ class Trainer:
         interrupted = False
         try:
             self._before = self._evaluate("before")
-            for number in range(1, self._config.trainer.steps + 1):
+            for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
                 self.step(number)
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
@@ -157,11 +160,11 @@ class Trainer:
             )
 
     def _update(self, taken: Taken) -> Update | None:
-        """One optimiser step; None if no group had a signal."""
+        """The optimiser steps; None if no group had a signal."""
         if not any(sample.rows for sample in taken.samples):
             return None
-        batches = micro_batches(taken.samples, taken.advantages, self._config.trainer.micro_batch_tokens)
-        update = self._backend.update(batches, self._config.trainer.objective, self._engine_stands_still())
+        steps = packed_steps(taken, self._config.trainer, self._config.run.seed + self._steps)
+        update = self._backend.update(steps, self._config.trainer.objective, self._engine_stands_still())
         if not update.applied:
             for sample in taken.samples:
                 sample.give_up(Fate.UPDATE_SKIPPED)
@@ -266,3 +269,17 @@ def _oddities(groups: list[list[Transcript]]) -> dict[str, int]:
     found = Counter(node.split for attempt in attempts for node in attempt.nodes)
     broken = sum(node.broken_calls for attempt in attempts for node in attempt.nodes)
     return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
+
+
+def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[list[Pack]]:
+    """The packs of each optimiser step, which takes whole groups. A step without a trained token is left out."""
+    by_group: dict[str, list[tuple[Sample, Advantages]]] = defaultdict(list)
+    for sample, advantage in zip(taken.samples, taken.advantages, strict=True):
+        by_group[sample.rollout.rpartition(".")[0]].append((sample, advantage))
+    objective, groups, steps = settings.objective, list(by_group.values()), []
+    for chosen in optimiser_steps(len(groups), settings.optimiser_steps, settings.epochs, seed):
+        samples, advantages = zip(*(pair for number in chosen for pair in groups[number]), strict=True)
+        rows = iter(scored(list(samples), list(advantages), objective.normalisation, objective.constant))
+        grouped = [list(islice(rows, len(groups[number]))) for number in chosen]
+        steps.append(pack(grouped, settings.micro_batch_tokens, settings.share_prefixes))
+    return [packs for packs in steps if packs]

@@ -5,6 +5,8 @@
 
 import ast
 import inspect
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +40,19 @@ def _rows(prefix: str, section: Any) -> list[str]:
     rows, notes = [], _field_notes(section)
     for name, field in section.model_fields.items():
         path = f"{prefix}.{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            rows += _rows(path, field.annotation)
-        else:
+        inner = _section_in(field.annotation)
+        if inner is None or inner is not field.annotation:
             meaning = notes.get(name, "").replace("|", "\\|")
             rows.append(f"| `{path}` | {_default(field.default)} | {meaning} |")
+        if inner is not None:
+            rows += _rows(path, inner)
     return rows
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a setting is, or may be: `Lora | None` has the settings of Lora."""
+    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else [annotation]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def _default(value: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harnessed import logs, services
-from harnessed.browse.commands import add_commands
+from harnessed.browse.arguments import add_commands
 from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError, load
@@ -118,7 +118,7 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         from harnessed.training.display import Display
         from harnessed.training.trainer import Trainer
 
-        backend = LocalBackend(config.policy.model, weights, config.trainer.optimiser, threads=config.trainer.threads)
+        backend = LocalBackend(config.policy.model, weights, config.trainer, seed=seed)
         run.wait_for_engine()
         watch = run.watch()
         with Display(config.trainer.steps, lambda: watch.counts) as display:
@@ -132,7 +132,8 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
                 backend,
                 run.rollouts(watch, display.tick),
                 display,
-                itertools.chain(first, train_tasks),
+                # A run that goes on from another one goes on in its tasks.
+                itertools.islice(itertools.chain(first, train_tasks), backend.tasks, None),
                 held_out,
                 run.restarts,
                 track,

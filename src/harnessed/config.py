@@ -230,7 +230,14 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Optimiser(Settings):
+    kind: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit`: moments in 8 bits, two bytes for a weight in place of eight; needs bitsandbytes (`pip install -e
+    '.[eight-bit]'`)."""
     learning_rate: float = Field(1e-6, gt=0)
+    warmup: int = Field(0, ge=0)
+    """Updates in which the learning rate rises in equal parts to its full height."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How it goes on from there: stays, or falls to 0 over the rest of trainer.steps."""
     weight_decay: float = Field(0.0, ge=0)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0)
@@ -323,13 +330,23 @@ class Objective(Settings):
         return self
 
 
+class Lora(Settings):
+    """Low-rank adapters, arXiv 2106.09685."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    """What an adapter adds is multiplied by alpha / rank."""
+    targets: list[str] = []
+    """Names of the linear layers that get one, such as `[q_proj, v_proj]`. None: all but the output layer."""
+
+
 class Trainer(Settings):
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
     group_size: int = Field(8, ge=2)
     threads: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(16_384, ge=1)
-    """Most tokens (padding included) in one forward pass, unless a single row is longer."""
+    """Most tokens in one forward pass, unless a single row is longer."""
     optimiser_steps: int = Field(1, ge=1)
     """So many for each update, each over whole groups."""
     epochs: int = Field(1, ge=1)
@@ -341,9 +358,21 @@ class Trainer(Settings):
     overlong: Overlong = Overlong.TRUNCATE
     """What becomes of a longer one. `truncate`: its first row_tokens are trained. `drop`: it is not trained. `fail`:
     the run ends. Tokens that are not trained for this reason have the fate `overlong`."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass. `bfloat16`: matrices are multiplied in it (autocast); weights, moments,
+    log-probabilities and the loss stay in float32, and so does the engine."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer for the backward pass and compute the rest again: less memory, a third more
+    work, the same gradients."""
+    lora: Lora | None = None
+    """Set (`{}` for what follows): only adapters are trained. The engine serves the sum of weights and adapters; the
+    learning rate that suits is ten times higher or more."""
     checkpoint_every: int = Field(10, ge=1)
     """Steps. The last step is always kept."""
     keep_checkpoints: int = Field(3, ge=1)
+    resume_from: ConfigPath | None = None
+    """A checkpoint folder of another run: this one goes on from its weights, its optimiser and its step. policy.model
+    stays what it was."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Who else gets the metrics. Each writes into a folder of its name in the run's, and nothing leaves the machine
     unless its own environment variables say so; docs/metrics.md has a section for them."""

@@ -5,14 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from command import harnessed, make_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from harnessed.config import Kl, Objective
-from harnessed.training.losses import Terms, objective_loss
-from harnessed.training.metrics import of_micro_batches
-
+PARTS = ("recompute", "forward", "backward")
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -25,7 +21,8 @@ def run(tmp_path_factory):
         "group_size": 2,
         "trackers": ["tensorboard"],
         "advantage": {"refill": 1},
-        "objective": {"dual_clip": 3.0},
+        "objective": {"dual_clip": 3.0, "kl": {"coefficient": 0.01}},
+        "optimiser_steps": 2,
     }
     config = make_config(folder, trainer=trainer, tasks={"train": "agent:easy_tasks"}, evaluation={"tasks": 2})
     done = harnessed("train", config, f"run.folder={folder / 'run'}")
@@ -52,11 +49,6 @@ def test_every_metric_is_documented_and_none_that_does_not_exist(lines):
         )
 
     reported = {general(name) for line in lines for name in line} - {"step"}
-    # What a KL term adds.
-    one = torch.zeros(1)
-    terms = Terms(one, one, one, one, one, torch.zeros(1, dtype=torch.int64), one, one)
-    _, sums = objective_loss(terms, Objective(kl=Kl(coefficient=0.1)))
-    reported |= of_micro_batches([{name: value.item() for name, value in sums.items()}], 1).keys()
     assert reported - documented() == set(), "docs/metrics.md lacks these"
     assert documented() - reported == set(), "docs/metrics.md has these, and nothing reports them"
 
@@ -74,9 +66,10 @@ def test_the_numbers_of_a_step_fit_together(lines):
         phases = sum(line[f"timing_s/{phase}"] for phase in ("rollouts", "build", "update"))
         assert 0 < phases <= line["timing_s/step"]
         if line["update_applied"]:
-            assert line["timing_s/forward"] + line["timing_s/backward"] <= line["timing_s/update"]
+            assert sum(line[f"timing_s/{part}"] for part in PARTS) <= line["timing_s/update"]
             assert line["importance_ess"] == pytest.approx(1, abs=1e-3)
             assert line["learning_rate"] == 1e-6
+            assert line["optimiser_steps"] + line["optimiser_steps_skipped"] <= 2
 
 
 def test_a_picture_is_drawn(run):
@@ -91,3 +84,24 @@ def test_tensorboard_reads_the_numbers(run, lines):
         expected = [(line["step"], line[name]) for line in lines if name in line]
         read = [(event.step, event.value) for event in events.Scalars(name)]
         assert read == [(step, pytest.approx(value, rel=1e-6)) for step, value in expected]
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_goes_on_in_its_tasks(run, lines, tmp_path):
+    """Refilled groups used tasks as well."""
+    used = sum(line["groups"] for line in lines if "groups" in line)
+    done = harnessed(
+        "train",
+        run.parent / "config.yaml",
+        f"run.folder={tmp_path / 'run'}",
+        f"trainer.resume_from={run / 'checkpoints' / 'step-00002'}",
+        "trainer.steps=3",
+        "trainer.trackers=[]",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    transcripts = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
+    trained = [line for line in transcripts if line["step"]]
+    assert {line["step"] for line in trained} == {3}
+    groups = {line["rollout"].rpartition(".")[0]: line["task"]["prompt"] for line in trained}
+    assert list(groups.values()) == [f"task 0.{used + number}" for number in range(len(groups))]
+    notes = json.loads((tmp_path / "run" / "checkpoints" / "step-00003" / "harnessed.json").read_text())
+    assert notes["tasks"] == used + len(groups)

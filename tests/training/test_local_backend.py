@@ -9,10 +9,11 @@ from policies import add_model, make_policy
 from transcripts import node, transcript
 from transformers import AutoModelForCausalLM
 
-from harnessed.config import ConfigError, Objective, Optimiser
+from harnessed.config import ConfigError, Objective, Optimiser, Trainer
 from harnessed.records import Version
 from harnessed.training.backends.local import LocalBackend
-from harnessed.training.batching import micro_batches
+from harnessed.training.batching import scored
+from harnessed.training.packing import pack
 from harnessed.training.samples import build
 
 
@@ -31,6 +32,11 @@ def step_of(temperature):
     second = [node(1, 0, [1], [8, 258], temperature=temperature, logprobs=[-5.5, -5.5])]
     samples = [build(transcript(first, id="g.0")), build(transcript(second, id="g.1", reward=0.0))]
     return samples, [1.5, -0.5]
+
+
+def packs(samples, advantages, budget):
+    """The only optimiser step of an update."""
+    return [pack([scored(samples, advantages, "rollout")], budget, share=True)]
 
 
 def plain_loss(model, samples, advantages, temperature, cap):
@@ -52,12 +58,12 @@ def plain_loss(model, samples, advantages, temperature, cap):
 @pytest.mark.parametrize("budget", [1, 1000])
 def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budget):
     optimiser = Optimiser(learning_rate=1e-2, clip_norm=0.05)
-    backend = LocalBackend(policy, tmp_path / "weights", optimiser, threads=1)
+    backend = LocalBackend(policy, tmp_path / "weights", Trainer(optimiser=optimiser))
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=optimiser.betas, weight_decay=0.0)
     samples, advantages = step_of(temperature)
     for number in (1, 2):
-        update = backend.update(micro_batches(samples, advantages, budget), Objective(), nullcontext())
+        update = backend.update(packs(samples, advantages, budget), Objective(), nullcontext())
         plain.zero_grad()
         loss = plain_loss(model, samples, advantages, temperature, 2.0)
         loss.backward()
@@ -74,7 +80,7 @@ def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budge
 
 @pytest.mark.parametrize("budget", [1, 1000])
 def test_what_engine_and_trainer_compute_differently_is_told(policy, tmp_path, budget):
-    backend = LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1)
+    backend = LocalBackend(policy, tmp_path / "weights", Trainer())
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     samples, advantages = step_of(1.0)
     differences = []
@@ -82,31 +88,31 @@ def test_what_engine_and_trainer_compute_differently_is_told(policy, tmp_path, b
         logits = model(input_ids=torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0].detach()
         logprobs = torch.log_softmax(logits, -1).numpy()
         differences += [abs(logprobs[i - 1, row.tokens[i]] - row.logprobs[i]) for i in np.flatnonzero(row.trained)]
-    metrics = backend.update(micro_batches(samples, advantages, budget), Objective(), nullcontext()).metrics
+    metrics = backend.update(packs(samples, advantages, budget), Objective(), nullcontext()).metrics
     assert metrics["logprob_difference_max"] == pytest.approx(max(differences), abs=1e-4)
     assert metrics["logprob_difference"] == pytest.approx(np.mean(differences), abs=1e-4)
 
 
 def test_an_update_that_is_not_finite_is_not_applied(policy, tmp_path):
-    backend = LocalBackend(policy, tmp_path / "weights", Optimiser(learning_rate=1e-2), threads=1)
+    backend = LocalBackend(policy, tmp_path / "weights", Trainer(optimiser=Optimiser(learning_rate=1e-2)))
     before = [parameter.detach().clone() for parameter in backend._model.parameters()]
     samples, _ = step_of(1.0)
-    update = backend.update(micro_batches(samples, [float("inf"), 1.0], 1000), Objective(), nullcontext())
+    update = backend.update(packs(samples, [float("inf"), 1.0], 1000), Objective(), nullcontext())
     assert not update.applied
     assert backend.version == Version(0, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, backend._model.parameters(), strict=True))
-    assert backend.update(micro_batches(samples, [1.0, -1.0], 1000), Objective(), nullcontext()).applied
+    assert backend.update(packs(samples, [1.0, -1.0], 1000), Objective(), nullcontext()).applied
 
 
 def test_weights_that_were_served_before_go_on_in_a_new_lineage(policy, tmp_path):
-    first = LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1)
+    first = LocalBackend(policy, tmp_path / "weights", Trainer())
     samples, advantages = step_of(1.0)
-    first.update(micro_batches(samples, advantages, 1000), Objective(), nullcontext())
-    assert LocalBackend(policy, tmp_path / "weights", Optimiser(), threads=1).version == Version(1, 2)
+    first.update(packs(samples, advantages, 1000), Objective(), nullcontext())
+    assert LocalBackend(policy, tmp_path / "weights", Trainer()).version == Version(1, 2)
 
 
 def test_a_model_that_cannot_be_loaded_is_a_configuration_error(policy, tmp_path):
     damaged = add_model(make_policy(tmp_path / "damaged"))
     (damaged / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(ConfigError, match="cannot load"):
-        LocalBackend(damaged, tmp_path / "weights", Optimiser(), threads=1)
+        LocalBackend(damaged, tmp_path / "weights", Trainer())

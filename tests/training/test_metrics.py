@@ -3,12 +3,14 @@
 import math
 
 import pytest
+import torch
 from transcripts import node, transcript
 
 from harnessed.records import GroupSpec, Outcome, Version
-from harnessed.training.groups import Group, Taken
-from harnessed.training.metrics import of_groups, of_micro_batches, of_taken
+from harnessed.training.backends.tally import Tally, means
+from harnessed.training.metrics import of_groups, of_taken
 from harnessed.training.samples import build
+from harnessed.training.selection import Group, Taken
 
 
 def group(*transcripts) -> Group:
@@ -53,28 +55,37 @@ def test_staleness_counts_from_the_oldest_trained_token_of_a_rollout_over_lineag
         return build(transcript(nodes))
 
     fresh, mixed = sample(Version(1, 7).pack()), sample(Version(0, 4).pack(), Version(1, 6).pack())
-    line = of_taken(Taken([[fresh, mixed]], [[1.0, -1.0]]), Version(1, 7))
+    line = of_taken(Taken([fresh, mixed], [1.0, -1.0], 1), Version(1, 7))
     assert (line["staleness_mean"], line["staleness_max"]) == (1.5, 3)
-    unknown = of_taken(Taken([[sample(-1)]], [[1.0]]), Version(1, 7))
+    unknown = of_taken(Taken([sample(-1)], [1.0], 1), Version(1, 7))
     assert unknown["staleness_mean"] is unknown["staleness_max"] is None
 
 
-def test_sums_of_micro_batches_become_means_and_the_largest_stays():
-    first = {"kl": 1.0, "importance_weight": 3.0, "importance_weight_squared": 5.0, "logprob_difference_max": 0.5}
-    second = {"kl": 2.0, "importance_weight": 1.0, "importance_weight_squared": 1.0, "logprob_difference_max": 0.25}
-    line = of_micro_batches([first, second], 4)
+def tally(*micro_batches, tokens):
+    step = Tally(loss=0.5, gradient_norm=2.0)
+    for sums in micro_batches:
+        step.add(torch.tensor(0.0), {name: torch.tensor(value) for name, value in sums.items()}, tokens)
+    return step
+
+
+def test_the_effective_sample_size_says_how_many_equal_weights_would_do_as_well():
+    # weights 3/2, 3/2, 1/2, 1/2 in two optimiser steps
+    first = {"importance_weight": 3.0, "importance_weight_squared": 4.5, "logprob_difference_max": 0.5}
+    second = {"importance_weight": 1.0, "importance_weight_squared": 0.5, "logprob_difference_max": 0.25}
+    line = means([tally(first, tokens=2), tally(second, tokens=2)])
     assert line == {
-        "kl": 0.75,
         "importance_weight": 1.0,
-        "importance_ess": pytest.approx(4**2 / (4 * 6)),
+        "importance_ess": pytest.approx(4**2 / (4 * 5)),
         "logprob_difference_max": 0.5,
+        "loss": 0.5,
+        "grad_norm": 2.0,
     }
-    broken = of_micro_batches([first, second | {"logprob_difference_max": math.nan}], 4)
-    assert math.isnan(broken["logprob_difference_max"])
+    equal = {"importance_weight": 10.0, "importance_weight_squared": 10.0}
+    assert means([tally(equal, tokens=10)])["importance_ess"] == 1
+    masked = {"importance_weight": 0.0, "importance_weight_squared": 0.0}
+    assert means([tally(masked, tokens=10)])["importance_ess"] == 0
 
 
-def test_the_effective_sample_size_of_equal_weights_is_all_of_it():
-    line = of_micro_batches([{"importance_weight": 10.0, "importance_weight_squared": 10.0}], 10)
-    assert line["importance_ess"] == 1
-    masked = of_micro_batches([{"importance_weight": 0.0, "importance_weight_squared": 0.0}], 10)
-    assert masked["importance_ess"] == 0
+def test_what_is_not_a_number_once_is_seen():
+    line = means([tally({"logprob_difference_max": math.nan}, {"logprob_difference_max": 0.5}, tokens=1)])
+    assert math.isnan(line["logprob_difference_max"])

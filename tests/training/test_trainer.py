@@ -12,13 +12,13 @@ from harnessed.config import Advantage
 from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Outcome, Sampling, Turnstile, TurnstileState, Version
 from harnessed.training.backends.local import Update
-from harnessed.training.groups import select
 from harnessed.training.metrics import of_groups, of_taken
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import build
+from harnessed.training.selection import select
 from harnessed.training.trainer import Trainer
 
-BATCH = None
+STEPS = [[]]
 """The backends here do not look at it."""
 
 
@@ -52,7 +52,7 @@ def test_the_engine_stands_still_while_the_weights_change_and_goes_on_afterwards
             return Turnstile(run="r", state=TurnstileState.CLOSING if len(asked) == 1 else TurnstileState.CLOSED)
 
         trainer._gateway, trainer._run = gateway, "r"
-        trainer._update(one_group()[1], [BATCH])
+        trainer._update(one_group()[1], STEPS)
         assert seen == [True]
         assert not engine.paused
         assert asked == ["close", "close", "open"]  # what does not finish in time is interrupted
@@ -61,7 +61,7 @@ def test_the_engine_stands_still_while_the_weights_change_and_goes_on_afterwards
 def test_an_update_that_was_skipped_trained_nothing():
     with ScriptedEngine(lambda prompt, call: [1]) as engine:
         samples, taken = one_group()
-        trainer_with(engine, SimpleNamespace(update=lambda *_: Update(False, {})))._update(taken, [BATCH])
+        trainer_with(engine, SimpleNamespace(update=lambda *_: Update(False, {})))._update(taken, STEPS)
         assert [sample.fates for sample in samples] == [{Fate.UPDATE_SKIPPED: 2}] * 2
         assert not engine.paused
 
@@ -118,10 +118,3 @@ def test_further_tasks_are_run_in_place_of_groups_that_cannot_be_compared(tasks,
     assert line.get("fates/group_skipped", 0) == run.count(EQUAL) * 2 * 2
     assert line.get("fates/trained", 0) == line["trained_tokens"] == taken * 2 * 2
     assert sum(value for name, value in line.items() if name.startswith("fates/")) == line["sampled_tokens"]
-
-
-def test_groups_with_equal_rewards_can_be_kept():
-    samples = [build(transcript([node(1, 0, [1], [2, 9])], id=f"g.{i}", reward=1.0)) for i in range(2)]
-    taken = select([samples], Advantage(equal_groups="keep"))
-    assert taken.samples == samples and taken.advantages == [[0.0, 0.0]]
-    assert [sample.fates for sample in samples] == [{Fate.TRAINED: 2}] * 2

@@ -13,7 +13,10 @@ from pathlib import Path
 from harnessed.config import Config
 from harnessed.training.trackers import open_trackers
 
-LINES = [(1, {"reward_mean": 0.5, "reward/tests": 0.25, "version": [0, 1], "held_out": None}), (2, {"reward_mean": 0.75})]
+LINES = [
+    (1, {"reward_mean": 0.5, "reward/tests": 0.25, "version": [0, 1], "held_out": None}),
+    (2, {"reward_mean": 0.75}),
+]
 
 
 def main(kind: str, folder: Path) -> None:

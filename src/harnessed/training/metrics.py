@@ -1,22 +1,22 @@
-"""What a step reports: the lines of metrics.jsonl, from the groups, the update and the clock. `trainer.py` calls this.
+"""What a step reports: the lines of metrics.jsonl, from the groups and the clock; `trainer.py` calls this.
 
-Names are those that people know from TRL and verl where those have one; docs/metrics.md says what each means, and a
-test holds the page and a real run against each other. A backend makes its part with `of_micro_batches`.
+What the update reports comes from its backend (`backends/tally.py`). Names are those that people know from TRL and verl
+where those have one; docs/metrics.md says what each means, and a test holds the page and a real run together.
 """
 
 import contextlib
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from harnessed.records import UNKNOWN_VERSION, Fate, Split, Version
-from harnessed.training.groups import Group, Taken, members_of
 from harnessed.training.report import HeldOut
 from harnessed.training.samples import Sample
+from harnessed.training.selection import Group, Taken
 
 Line = dict[str, Any]
 """A part of a line of metrics.jsonl."""
@@ -70,7 +70,8 @@ def of_groups(groups: list[Group], wanted: int) -> Line:
 
 def of_rewards(groups: list[Group]) -> Line:
     """Of the rollouts that count in their groups; parts where a rollout has them."""
-    rewards = [reward for group in groups for reward in members_of(group.samples)[1]]
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
     parts: dict[str, list[float]] = {}
     for group in groups:
         for transcript, sample in zip(group.transcripts, group.samples, strict=True):
@@ -99,7 +100,7 @@ def of_taken(taken: Taken, current: Version) -> Line:
     oldest = [version for sample in samples if (version := _oldest(sample)) is not None]
     ages = [current.number - version.number for version in oldest]
     return {
-        "groups_taken": len(taken.groups),
+        "groups_taken": taken.groups,
         "rows_per_rollout": sum(len(sample.rows) for sample in samples) / max(len(samples), 1),
         "staleness_mean": statistics.fmean(ages) if ages else None,
         "staleness_max": max(ages) if ages else None,
@@ -120,24 +121,3 @@ def of_held_out(result: HeldOut, seconds: float) -> Line:
         "held_out_unjudged": result.unjudged,
         "timing_s/evaluation": seconds,
     }
-
-
-def of_micro_batches(sums: Sequence[dict[str, float]], tokens: int) -> Line:
-    """Of an update over `tokens` trained tokens, from what `losses.objective_loss` counted in each micro-batch.
-
-    Sums become means over tokens; of names that end with `_max` the largest counts, and it is not a number if one is
-    not. `importance_ess` is the effective sample size of the importance weights, (sum w)^2 / (n sum w^2): the share of
-    the tokens that equal weights would need for the same variance.
-    """
-    totals: defaultdict[str, float] = defaultdict(float)
-    largest: dict[str, list[float]] = {}
-    for of_one in sums:
-        for name, value in of_one.items():
-            if name.endswith("_max"):
-                largest.setdefault(name, []).append(value)
-            else:
-                totals[name] += value
-    means = {name: total / max(tokens, 1) for name, total in totals.items()}
-    squared = means.pop("importance_weight_squared", 0.0)
-    means["importance_ess"] = means["importance_weight"] ** 2 / squared if squared else 0.0
-    return means | {name: float(np.max(values)) for name, values in largest.items()}

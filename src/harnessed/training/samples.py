@@ -6,13 +6,14 @@ every trained token has in front of it exactly the tokens that the engine was gi
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harnessed.records import TRAINED_OUTCOMES, Attempt, Fate, Node, Outcome, Overlong, Purpose, Transcript
+from harnessed.training.calls import Calls, calls_of, spread
 from harnessed.training.failures import RowTooLong
 
 Fates = Counter[Fate]
@@ -35,6 +36,13 @@ class Row:
     """Packed `Version` that sampled the token; -1 for prompt tokens."""
     temperatures: NDArray[np.float32]
     """The logits are divided by it; 1 for prompt tokens and greedy answers."""
+    answers: NDArray[np.int32]
+    """Number of the node whose answer the token belongs to; 0 for prompt tokens."""
+    path: tuple[int, ...]
+    """Numbers of its nodes, from the conversation's start."""
+    begins: tuple[int, ...]
+    """Where each node of the path begins in the row, its segment first. A node that takes the place of its parent's
+    stop begins there: rows of one rollout that go through the same k nodes share the tokens before the next one."""
 
 
 @dataclass(slots=True)
@@ -47,6 +55,9 @@ class Sample:
     rows: list[Row] = field(default_factory=list)
     fates: Fates = field(default_factory=Counter)
     """Adds up to all tokens sampled for the rollout. `trained` holds until the group or the update is skipped."""
+    calls: Calls = field(default_factory=list)
+    call_rewards: list[float] = field(default_factory=list)
+    """One for each of the calls."""
 
     @property
     def trained_tokens(self) -> int:
@@ -78,6 +89,9 @@ def build(transcript: Transcript, bound: Bound = UNBOUND) -> Sample:
     for attempt in transcript.attempts:
         rows, ledger = account(transcript, attempt, bound)
         sample.rows += rows
+        if attempt.number == rollout.attempt:
+            sample.calls = calls_of(attempt)
+            sample.call_rewards = spread(rollout.call_rewards, len(sample.calls))
         for portions in ledger.values():
             for fate, tokens in portions:
                 sample.fates[fate] += tokens
@@ -165,30 +179,31 @@ def path_to(by_number: dict[int, Node], leaf: int) -> list[Node]:
 def _row(rollout: str, path: list[Node], trained: set[int], length: int) -> Row:
     """The first `length` tokens of a path."""
     most = sum(len(node.segment) // 4 + node.sampled for node in path)
-    row = Row(
-        rollout=rollout,
-        tokens=np.empty(most, np.int32),
-        trained=np.zeros(most, np.bool_),
-        logprobs=np.zeros(most, np.float32),
-        versions=np.full(most, -1, np.int32),
-        temperatures=np.ones(most, np.float32),
-    )
-    end = 0
+    tokens, mask = np.empty(most, np.int32), np.zeros(most, np.bool_)
+    logprobs, versions = np.zeros(most, np.float32), np.full(most, -1, np.int32)
+    temperatures, answers = np.ones(most, np.float32), np.zeros(most, np.int32)
+    begins, end = [], 0
     for node in path:
         begin = end - node.cut
         start, end = begin + len(node.segment) // 4, begin + len(node.segment) // 4 + node.sampled
-        row.tokens[begin:start] = np.frombuffer(node.segment, np.int32)
-        row.tokens[start:end] = np.frombuffer(node.answer, np.int32)
+        begins.append(begin)
+        tokens[begin:start] = np.frombuffer(node.segment, np.int32)
+        tokens[start:end] = np.frombuffer(node.answer, np.int32)
         # From `begin`, because the segment may take the place of the parent's stop.
-        row.trained[begin:start], row.trained[start:end] = False, node.number in trained
-        row.logprobs[begin:start], row.logprobs[start:end] = 0, np.frombuffer(node.logprobs or b"\0" * 4, np.float32)
-        row.versions[begin:start], row.versions[start:end] = -1, np.frombuffer(node.versions, np.int32)
-        row.temperatures[begin:start], row.temperatures[start:end] = 1, node.temperature or 1
-    return replace(
-        row,
-        tokens=row.tokens[:length],
-        trained=row.trained[:length],
-        logprobs=row.logprobs[:length],
-        versions=row.versions[:length],
-        temperatures=row.temperatures[:length],
+        mask[begin:start], mask[start:end] = False, node.number in trained
+        logprobs[begin:start], logprobs[start:end] = 0, np.frombuffer(node.logprobs or b"\0" * 4, np.float32)
+        versions[begin:start], versions[start:end] = -1, np.frombuffer(node.versions, np.int32)
+        temperatures[begin:start], temperatures[start:end] = 1, node.temperature or 1
+        answers[begin:start], answers[start:end] = 0, node.number
+    kept = sum(begin < length for begin in begins)
+    return Row(
+        rollout=rollout,
+        tokens=tokens[:length],
+        trained=mask[:length],
+        logprobs=logprobs[:length],
+        versions=versions[:length],
+        temperatures=temperatures[:length],
+        answers=answers[:length],
+        path=tuple(node.number for node in path[:kept]),
+        begins=tuple(begins[:kept]),
     )

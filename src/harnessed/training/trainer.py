@@ -1,32 +1,35 @@
-"""The training loop: roll out groups, compare their rewards, take one optimiser step, again.
+"""The training loop: roll out groups, compare their rewards, take the optimiser steps of an update, again.
 
 `harnessed train` makes a Trainer and calls `run`. `Trainer.step` reads top to bottom; everything it calls is a pure
-function of values (samples, advantages, micro-batches) or one of the three things with effects: the rollouts, the
+function of values (samples, advantages, packs) or one of the three things with effects: the rollouts, the
 engine's pause, the backend's update.
 """
 
 import contextlib
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
+from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Task, Version
 from harnessed.training.backends.local import LocalBackend, Update
-from harnessed.training.batching import MicroBatch, micro_batches
+from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
 from harnessed.training.failures import WrongVersion
-from harnessed.training.groups import Group, Taken, select, why_not
 from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
+from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
 from harnessed.training.rollouts import Rollouts
-from harnessed.training.samples import Bound, build
+from harnessed.training.samples import Bound, Sample, build
+from harnessed.training.selection import Group, Taken, select, why_not
 from harnessed.training.tasks import take
 
 CURVE_EVERY = 10
@@ -85,8 +88,8 @@ class Trainer:
         self._started = time.monotonic()
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []
-        self._steps = 0
-        self._saved = 0
+        self._steps = backend.step
+        self._saved = backend.step
         """Step of the last checkpoint."""
         self._before: HeldOut | None = None
         self._after: HeldOut | None = None
@@ -96,7 +99,7 @@ class Trainer:
         interrupted = False
         try:
             self._before = self._evaluate("before")
-            for number in range(1, self._config.trainer.steps + 1):
+            for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
                 self.step(number)
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
@@ -121,9 +124,9 @@ class Trainer:
             taken = select([group.samples for group in groups], settings.advantage)
             self._check_versions(taken)
             metrics: Line = of_taken(taken, self._backend.version)
-            batches = micro_batches(taken.samples, list(chain(*taken.advantages)), settings.micro_batch_tokens)
+            steps = packed_steps(taken, settings, self._config.run.seed + number)
         with clock.phase("update"):
-            update = self._update(taken, batches)
+            update = self._update(taken, steps)
         with uninterrupted():
             self._consumed += [group.spec.id for group in groups]
             self._steps = number
@@ -172,11 +175,11 @@ class Trainer:
                 f"{'.'.join(map(str, self._backend.version))}; does it map the folder that engine.weights names?"
             )
 
-    def _update(self, taken: Taken, batches: list[MicroBatch]) -> Update | None:
-        """One optimiser step; None if no group had a signal."""
-        if not batches:
+    def _update(self, taken: Taken, steps: list[list[Pack]]) -> Update | None:
+        """The optimiser steps; None if no group had a signal."""
+        if not steps:
             return None
-        update = self._backend.update(batches, self._config.trainer.objective, self._engine_stands_still())
+        update = self._backend.update(steps, self._config.trainer.objective, self._engine_stands_still())
         if not update.applied:
             for sample in taken.samples:
                 sample.give_up(Fate.UPDATE_SKIPPED)
@@ -210,7 +213,8 @@ class Trainer:
         self._display.phase("checkpoint")
         began = time.monotonic()
         folder = self._folder / "checkpoints" / f"step-{number:05d}"
-        notes = {"step": number, "version": list(self._backend.version), "groups": self._consumed}
+        tasks = self._backend.tasks + len(self._consumed)
+        notes = {"step": number, "version": list(self._backend.version), "tasks": tasks, "groups": self._consumed}
         self._backend.save(folder, notes)
         self._saved = number
         self._checkpoints.append(folder)
@@ -253,3 +257,17 @@ class Trainer:
             checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
             interrupted=interrupted,
         )
+
+
+def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[list[Pack]]:
+    """The packs of each optimiser step, which takes whole groups. A step without a trained token is left out."""
+    by_group: dict[str, list[tuple[Sample, Advantages]]] = defaultdict(list)
+    for sample, advantage in zip(taken.samples, taken.advantages, strict=True):
+        by_group[sample.rollout.rpartition(".")[0]].append((sample, advantage))
+    objective, groups, steps = settings.objective, list(by_group.values()), []
+    for chosen in optimiser_steps(len(groups), settings.optimiser_steps, settings.epochs, seed):
+        samples, advantages = zip(*(pair for number in chosen for pair in groups[number]), strict=True)
+        rows = iter(scored(list(samples), list(advantages), objective.normalisation, objective.constant))
+        grouped = [list(islice(rows, len(groups[number]))) for number in chosen]
+        steps.append(pack(grouped, settings.micro_batch_tokens, settings.share_prefixes))
+    return [packs for packs in steps if packs]

@@ -1,30 +1,27 @@
-"""The one-machine backend: torch, float32, weights shared with the engine's process through a mapped file.
+"""The one-machine backend: torch, float32 weights, shared with the engine's process through a mapped file.
 
-`trainer.py` gives it the micro-batches of an optimiser step; it knows nothing of rollouts, gateways or schedules.
+`trainer.py` gives it the packs of an update's optimiser steps; it knows nothing of rollouts, gateways or
+schedules.
 """
 
-import json
-import math
-import os
 import shutil
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from harnessed.config import ConfigError, Objective, Optimiser
+from harnessed.config import ConfigError, Objective, Trainer
 from harnessed.records import Version
-from harnessed.training.batching import MicroBatch
+from harnessed.training.backends import checkpoint, models, optimiser
+from harnessed.training.backends.policy import distributions
+from harnessed.training.backends.tally import Tally, means
 from harnessed.training.losses import Terms, objective_loss
-from harnessed.training.metrics import Clock, of_micro_batches
+from harnessed.training.metrics import Clock
+from harnessed.training.packing import Pack
 from harnessed.weights import SharedWeights, read_state
 
 POLICY_FILES = (
@@ -39,111 +36,200 @@ POLICY_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an optimiser step did."""
+    """What an update did."""
 
     applied: bool
-    """False: loss or gradient were not finite, the weights are as before."""
+    """False: loss or gradient of its first optimiser step were not finite, the weights are as before."""
     metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """What stays as it was before an update's first step, for the trained tokens of a pack; each [N]."""
+
+    old_logprobs: Tensor | None
+    """None: there is one step only, so pi_old is the current policy."""
+    reference_logprobs: Tensor | None
+    """None: there is no KL term."""
 
 
 class LocalBackend:
     """A policy with its optimiser. Its weights live in `weights_folder`, mapped by the engine as well."""
 
-    def __init__(self, model_folder: Path, weights_folder: Path, optimiser: Optimiser, *, threads: int) -> None:
-        torch.set_num_threads(threads)
+    def __init__(self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0) -> None:
+        """`folder` is policy.model. Raises ConfigError."""
+        torch.set_num_threads(settings.threads)
         logging.disable_progress_bar()  # the terminal belongs to the display
-        self._model_folder = model_folder
-        try:
-            model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, local_files_only=True)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise ConfigError(f"policy.model: cannot load {model_folder}: {' '.join(str(error).split())}") from error
+        self._folder, self._settings = folder, settings
+        resumed = checkpoint.read(settings.resume_from) if settings.resume_from else None
+        self.step = resumed.step if resumed else 0
+        self.tasks = resumed.tasks if resumed else 0
+        """Training tasks that were used up to it. Both are those of the checkpoint that this backend goes on from."""
+        if self.step >= settings.steps:
+            raise ConfigError(f"trainer.resume_from: it has taken {self.step} steps: raise trainer.steps above it")
+        lora, compares = settings.lora, settings.objective.kl.coefficient > 0
+        model = models.load(resumed.folder, "trainer.resume_from") if resumed else models.load(folder, "policy.model")
+        # With adapters the frozen weights are at hand; without, they are loaded once more to compare with.
+        base = models.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
+        self.version = _first_version(weights_folder, resumed)
+        self._weights = SharedWeights.create(weights_folder, model, self.version)
         self._model = model
-        self._model.eval()  # no dropout: the trained distribution has to be the sampled one
-        self._clip_norm = optimiser.clip_norm
-        served = read_state(weights_folder)
-        # No version is used twice: an engine that served an earlier run goes on in a new lineage.
-        self.version = Version(served.version.lineage + 1, served.version.number + 1) if served else Version(0, 0)
-        self._weights = SharedWeights.create(weights_folder, self._model, self.version)
-        self._optimiser = torch.optim.AdamW(
-            self._model.parameters(),
-            lr=optimiser.learning_rate,
-            betas=optimiser.betas,
-            weight_decay=optimiser.weight_decay,
-        )
+        self._served: dict[str, Tensor] = model.state_dict()
+        """What the engine maps, by the names that transformers gives it."""
+        self._adapters = models.Adapters(model, base, lora, seed) if lora else None
+        self._reference = base.requires_grad_(False) if compares and not lora else None
+        self._compares = compares
+        self._parameters = self._adapters.parameters() if self._adapters else list(model.parameters())
+        if settings.gradient_checkpointing:
+            models.keep_layer_inputs_only(model)
+        self._optimiser = optimiser.make(self._parameters, settings.optimiser)
+        self._updates = 0
+        self.whole = True
+        """Nothing interrupted an update between its first write and its last."""
+        if resumed:
+            self._restore(resumed)
 
     def update(
-        self, batches: list[MicroBatch], objective: Objective, standing_still: AbstractContextManager[None]
+        self, steps: list[list[Pack]], objective: Objective, standing_still: AbstractContextManager[None]
     ) -> Update:
-        """One optimiser step over all micro-batches. The weights change in place, `standing_still`: that is when the
-        engine must be paused."""
-        self._optimiser.zero_grad(set_to_none=True)
-        clock = Clock()
-        sums: list[dict[str, float]] = []
-        loss_of_step = 0.0
-        for batch in batches:
-            with clock.phase("forward"):
-                loss, batch_sums = objective_loss(self._terms(batch), objective)
-            with clock.phase("backward"):
-                loss.backward()
-            loss_of_step += loss.item()
-            sums.append({name: value.item() for name, value in batch_sums.items()})
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm).item()
-        applied = math.isfinite(norm) and math.isfinite(loss_of_step)
-        if applied:
-            following = Version(self.version.lineage, self.version.number + 1)
-            with standing_still, self._weights.writing(following):
-                self._optimiser.step()
-            self.version = following
-        metrics = of_micro_batches(sums, sum(batch.trained_tokens for batch in batches))
-        metrics |= {"loss": loss_of_step, "grad_norm": norm, "learning_rate": self._optimiser.param_groups[0]["lr"]}
-        metrics |= clock.seconds
-        return Update(applied, metrics)
+        """One optimiser step over the packs of each list, and one new version.
 
-    @property
-    def whole(self) -> bool:
-        """Nothing interrupted a write of the weights."""
-        return self._weights.readable() is not None
+        What the engine maps changes while `standing_still`, which begins before the first write and ends after the
+        last: the engine must be paused meanwhile. A step whose loss or gradient are not finite ends the update.
+        """
+        clock = Clock()
+        with clock.phase("recompute"):
+            fixed = [[self._fixed(pack, several=len(steps) > 1) for pack in packs] for packs in steps]
+        rate = optimiser.learning_rate(self._settings.optimiser, self._updates + 1, self._settings.steps)
+        optimiser.set_learning_rate(self._optimiser, rate)
+        following = Version(self.version.lineage, self.version.number + 1)
+        taken: list[Tally] = []
+        with ExitStack() as writing:
+            for packs, before in zip(steps, fixed, strict=True):
+                tally = self._gradient(packs, before, objective)
+                if not tally.finite:
+                    break
+                if not taken and self._adapters is None:
+                    self._begin_writing(writing, standing_still, following)
+                self.whole = False
+                self._optimiser.step()
+                taken.append(tally)
+            if taken and self._adapters is not None:
+                self._begin_writing(writing, standing_still, following)
+                self._adapters.write()
+        if taken:
+            self.version, self.whole = following, True
+            self._updates += 1
+        metrics = means(taken or [tally]) | {
+            "optimiser_steps": len(taken),
+            "optimiser_steps_skipped": len(steps) - len(taken),
+            "learning_rate": rate,
+            **clock.seconds,
+        }
+        return Update(bool(taken), metrics)
 
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
-        """Write a folder that transformers loads, with notes as harnessed.json. It appears whole or not at all."""
-        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        self._model.save_pretrained(unfinished, state_dict=self._copied_state())
-        for name in POLICY_FILES:
-            if (self._model_folder / name).is_file():
-                shutil.copyfile(self._model_folder / name, unfinished / name)
-        (unfinished / "harnessed.json").write_text(json.dumps(notes, indent=1), encoding="utf-8")
-        for file in unfinished.iterdir():
-            file.chmod(0o644)  # safetensors makes its file private
-        unfinished.rename(folder)
+        """Write a checkpoint, with notes as harnessed.json. It appears whole or not at all."""
+        training = {
+            "kind": self._settings.optimiser.kind,
+            "optimiser": self._optimiser.state_dict(),
+            "updates": self._updates,
+            "random": torch.get_rng_state(),
+        }
+        with checkpoint.appearing(folder) as unfinished:
+            self._model.save_pretrained(unfinished, state_dict=self._copied_state())
+            for name in POLICY_FILES:
+                if (self._folder / name).is_file():
+                    shutil.copyfile(self._folder / name, unfinished / name)
+            if self._adapters is not None:
+                self._adapters.save(unfinished / checkpoint.ADAPTER_FOLDER)
+            checkpoint.write_training(unfinished, notes, training)
 
-    def _terms(self, batch: MicroBatch) -> Terms:
-        tokens = torch.from_numpy(batch.tokens)  # [B, L]
-        present = torch.from_numpy(batch.present)  # [B, L]
-        trained = torch.from_numpy(batch.trained)[:, 1:]  # [B, L-1]: the logits at t are for the token at t+1
-        hidden = self._model.model(input_ids=tokens, attention_mask=present).last_hidden_state[:, :-1]
-        logits = self._model.lm_head(hidden[trained]).float()  # [N, V], N trained tokens
-        distribution = torch.log_softmax(logits / _of(batch.temperatures, trained)[:, None], dim=-1)
-        logprobs = distribution.gather(1, tokens[:, 1:][trained][:, None])[:, 0]  # [N]
+    def _restore(self, resumed: checkpoint.Checkpoint) -> None:
+        """What the weights alone do not say."""
+        found, kind = resumed.training, self._settings.optimiser.kind
+        adapter = resumed.folder / checkpoint.ADAPTER_FOLDER
+        if adapter.is_dir() != (self._adapters is not None):
+            raise ConfigError(
+                f"trainer.resume_from: {resumed.folder} was trained {'with' if adapter.is_dir() else 'without'} LoRA: "
+                "set trainer.lora as it was, or set policy.model to the checkpoint and begin anew"
+            )
+        if found["kind"] != kind:
+            raise ConfigError(
+                f"trainer.resume_from: {resumed.folder} holds the moments of {found['kind']}: set "
+                "trainer.optimiser.kind to it"
+            )
+        if self._adapters is not None:
+            self._adapters.load(adapter)
+            if self._adapters.distance() > models.SAME:
+                raise ConfigError(
+                    f"policy.model: {self._folder} is not the model whose adapter {resumed.folder} holds: set it as it "
+                    "was when that run began"
+                )
+        optimiser.restore(self._optimiser, found["optimiser"], self._settings.optimiser)
+        self._updates = found["updates"]
+        torch.set_rng_state(found["random"])
+
+    def _begin_writing(
+        self, writing: ExitStack, standing_still: AbstractContextManager[None], following: Version
+    ) -> None:
+        writing.enter_context(standing_still)
+        writing.enter_context(self._weights.writing(following))
+
+    def _fixed(self, pack: Pack, *, several: bool) -> Fixed:
+        with torch.no_grad():
+            old = self._distributions(self._model, pack)[0] if several else None
+            if not self._compares:
+                return Fixed(old, None)
+            if self._adapters is None:
+                return Fixed(old, self._distributions(self._reference, pack)[0])
+            with self._adapters.off():
+                return Fixed(old, self._distributions(self._model, pack)[0])
+
+    def _gradient(self, packs: list[Pack], fixed: list[Fixed], objective: Objective) -> Tally:
+        """Leaves the clipped gradient of one optimiser step in the parameters."""
+        self._optimiser.zero_grad(set_to_none=True)
+        tally = Tally()
+        for pack, before in zip(packs, fixed, strict=True):
+            with tally.clock.phase("forward"):
+                terms = self._terms(pack, before, entropy_trained=objective.entropy > 0)
+                loss, sums = objective_loss(terms, objective)
+            with tally.clock.phase("backward"):
+                loss.backward()
+            tally.add(loss, sums, pack.trained_tokens)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.optimiser.clip_norm)
+        tally.gradient_norm = norm.item()
+        return tally
+
+    def _terms(self, pack: Pack, before: Fixed, *, entropy_trained: bool) -> Terms:
+        logprobs, entropies = self._distributions(self._model, pack, entropy_trained=entropy_trained)
         return Terms(
             logprobs=logprobs,
-            # One optimiser step per update: when it starts, pi_old is the current policy.
-            old_logprobs=logprobs.detach(),
-            engine_logprobs=_of(batch.engine_logprobs, trained),
-            advantages=_of(batch.advantages, trained),
-            weights=_of(batch.weights, trained),
-            answers=trained.nonzero()[:, 0],
-            entropies=-(distribution.exp() * distribution).sum(dim=-1),
+            old_logprobs=logprobs.detach() if before.old_logprobs is None else before.old_logprobs,
+            engine_logprobs=torch.from_numpy(pack.engine_logprobs),
+            advantages=torch.from_numpy(pack.advantages),
+            weights=torch.from_numpy(pack.weights),
+            answers=torch.from_numpy(pack.answers),
+            entropies=entropies,
+            reference_logprobs=before.reference_logprobs,
         )
+
+    def _distributions(self, model: Any, pack: Pack, *, entropy_trained: bool = False) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._settings.precision == "bfloat16"):
+            return distributions(model, pack, entropy_trained=entropy_trained)
 
     def _copied_state(self) -> dict[str, Tensor]:
         """The weights outside of the mapped file, where all share one storage; tied ones stay one tensor."""
         copies: dict[int, Tensor] = {}
-        state = self._model.state_dict()
-        return {name: copies.setdefault(tensor.data_ptr(), tensor.detach().clone()) for name, tensor in state.items()}
+        return {
+            name: copies.setdefault(tensor.data_ptr(), tensor.detach().clone()) for name, tensor in self._served.items()
+        }
 
 
-def _of(values: NDArray[np.float32], trained: Tensor) -> Tensor:
-    """The entries [N] of a [B, L] array that belong to the trained tokens."""
-    return torch.from_numpy(values)[:, 1:][trained]
+def _first_version(weights_folder: Path, resumed: checkpoint.Checkpoint | None) -> Version:
+    """No version is used twice: what goes on from an earlier one does so in a new lineage."""
+    served = read_state(weights_folder)
+    before = [*([served.version] if served else []), *([resumed.version] if resumed else [])]
+    if not before:
+        return Version(0, 0)
+    return Version(max(version.lineage for version in before) + 1, max(version.number for version in before) + 1)

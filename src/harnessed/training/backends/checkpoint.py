@@ -1,0 +1,75 @@
+"""Checkpoint folders: weights that transformers loads, and beside them what training needs to go on. For `local.py`.
+
+    config.json, model.safetensors, tokenizer.json, ...   the policy; with LoRA, merged
+    adapter/                                              with LoRA: the adapter, as peft reads it
+    training.pt                                           moments of the optimiser, counters, torch's random state
+    harnessed.json                                        its step and version, tasks and groups used
+
+A folder appears under its name when it is whole.
+"""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harnessed.config import ConfigError
+from harnessed.records import Version
+
+ADAPTER_FOLDER = "adapter"
+NOTES_FILE = "harnessed.json"
+TRAINING_FILE = "training.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that training goes on from."""
+
+    folder: Path
+    step: int
+    tasks: int
+    """Training tasks that were used up to it, over all runs."""
+    version: Version
+    training: dict[str, Any]
+    """What `write_training` was given."""
+
+
+@contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+    """A folder to fill; it gets its name at the end, and none if the body raises."""
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    yield unfinished
+    for path in unfinished.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)  # safetensors makes its file private
+    unfinished.rename(folder)
+
+
+def write_training(folder: Path, notes: dict[str, Any], training: dict[str, Any]) -> None:
+    """`training` holds tensors, numbers, strings, lists and mappings only: reading it runs no code."""
+    (folder / NOTES_FILE).write_text(json.dumps(notes, indent=1), encoding="utf-8")
+    torch.save(training, folder / TRAINING_FILE)
+
+
+def read(folder: Path) -> Checkpoint:
+    """Raises ConfigError."""
+    try:
+        notes = json.loads((folder / NOTES_FILE).read_bytes())
+        training = torch.load(folder / TRAINING_FILE, weights_only=True)
+        return Checkpoint(folder, int(notes["step"]), int(notes["tasks"]), Version(*notes["version"]), training)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"trainer.resume_from: {error.filename} is missing: name a folder below `checkpoints` of a run; to start "
+            "anew from weights alone, set policy.model to them"
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"trainer.resume_from: cannot read {folder}: {' '.join(str(error).split())}") from error

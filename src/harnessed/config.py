@@ -235,15 +235,90 @@ class Optimiser(Settings):
     """Largest gradient norm."""
 
 
+class Advantage(Settings):
+    """How rewards become advantages; docs/algorithms.md has the formulas."""
+
+    kind: Literal["grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
+    """What a rollout is compared with. `grpo`: the mean of its group. `rloo`: the mean of the others. `gae`: what a
+    critic expects. `reinforce_plus_plus`: the mean of its group, then divided by the deviation over the whole step."""
+    normalise_deviation: bool = True
+    """kind `grpo`: divide by the deviation of the group. False: Dr. GRPO."""
+    equal_groups: Literal["skip", "keep"] = "skip"
+    """Groups whose rewards are all equal. `skip`: not trained, fate `group_skipped`. `keep`: they count in R with
+    advantages of 0, and what the KL and entropy terms ask of them."""
+    refill: int = Field(0, ge=0)
+    """So many times further groups are run in place of skipped ones (DAPO's dynamic sampling)."""
+    per_call: bool = False
+    """Each call has an advantage of its own, from the rewards that the evaluator gave for calls (`calls`) and from the
+    rollout's, which is added at its last call. kind `gae` does so always."""
+    discount: float = Field(1.0, ge=0, le=1)
+    """Worth of a reward one call later; with `per_call` or kind `gae`."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """kind `gae`: 1 trusts the rewards that came, 0 the critic."""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> "Advantage":
+        if self.refill and self.equal_groups == "keep":
+            raise ValueError("trainer.advantage.refill: takes the place of skipped groups, and equal_groups is keep")
+        if self.discount < 1 and not self.per_call and self.kind != "gae":
+            raise ValueError("trainer.advantage.discount: a rollout is one whole without trainer.advantage.per_call")
+        return self
+
+
+class Importance(Settings):
+    """The weight pi_old / pi_engine, for what engine and trainer compute differently. It has no gradient."""
+
+    level: Literal["token", "sequence", "none"] = "token"
+    """`sequence`: the product over an answer."""
+    bound: Literal["truncate", "mask"] = "truncate"
+    """What becomes of a weight above the cap. `truncate`: it is the cap. `mask`: it is 0."""
+    cap: float = Field(2.0, gt=0)
+
+
+class Kl(Settings):
+    """Keeps the policy near the reference: policy.model as it was when the run began."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """0: there is no reference."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """In the loss k1 pulls nowhere: its gradient is zero on average. It is for the reward."""
+    place: Literal["loss", "reward"] = "loss"
+    """`reward`: the sum over a rollout's trained tokens, times the coefficient, is taken from its reward."""
+
+
 class Objective(Settings):
     """docs/algorithms.md has the formulas."""
 
-    clip: float = Field(0.2, gt=0)
-    """The ratio pi / pi_old is clipped to 1 - clip .. 1 + clip."""
-    importance_cap: float = Field(2.0, gt=0)
-    """C in min(C, pi_old / pi_engine), the weight for what engine and trainer compute differently."""
-    normalise_deviation: bool = True
-    """Divide advantages by the deviation of the group's rewards, as GRPO does."""
+    loss: Literal["ppo", "gspo", "cispo", "policy_gradient"] = "ppo"
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """The ratio pi / pi_old is clipped to 1 - clip_low .. 1 + clip_high. `gspo` wants far less: its paper has 3e-4 and
+    4e-4. `cispo` without a lower bound, as in its paper: 1."""
+    clip_high: float = Field(0.2, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    """losses `ppo` and `gspo`: the objective of a token with a negative advantage A is at least so many times A."""
+    importance: Importance = Importance()
+    old: Literal["recompute", "engine"] = "recompute"
+    """What pi_old is. `recompute`: the trainer's own probabilities when the update starts. `engine`: those recorded by
+    the engine; the importance weight is then 1."""
+    kl: Kl = Kl()
+    entropy: float = Field(0.0, ge=0)
+    """Coefficient of the bonus for entropy."""
+    normalisation: Literal["rollout", "token", "sample", "constant"] = "rollout"
+    """What a trained token weighs. `rollout`: 1 / (R * T_r). `token`: 1 / all trained tokens of the step. `constant`:
+    1 / (R * constant). `sample`: 1 / (rows * tokens of its row), the mistake that docs/algorithms.md explains."""
+    constant: int | None = Field(None, ge=1)
+    """Tokens; for normalisation `constant`."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "Objective":
+        if (self.normalisation == "constant") != (self.constant is not None):
+            raise ValueError(
+                "trainer.objective.constant: set it (in tokens) together with trainer.objective.normalisation: "
+                f"constant, and only then; normalisation is {self.normalisation}"
+            )
+        if self.dual_clip is not None and self.loss not in ("ppo", "gspo"):
+            raise ValueError(f"trainer.objective.dual_clip: works with loss ppo or gspo, not with {self.loss}")
+        return self
 
 
 class Trainer(Settings):
@@ -253,6 +328,12 @@ class Trainer(Settings):
     threads: int = Field(1, ge=1)
     micro_batch_tokens: int = Field(16_384, ge=1)
     """Most tokens (padding included) in one forward pass, unless a single row is longer."""
+    optimiser_steps: int = Field(1, ge=1)
+    """So many for each update, each over whole groups."""
+    epochs: int = Field(1, ge=1)
+    """How often an update goes over its groups, each time with `optimiser_steps` steps."""
+    share_prefixes: bool = True
+    """What rows begin with in common is computed once, where that pays."""
     row_tokens: int | None = Field(None, ge=1)
     """Longest training row, in tokens. None: as long as limits.context lets them become."""
     overlong: Overlong = Overlong.TRUNCATE
@@ -262,7 +343,17 @@ class Trainer(Settings):
     """Steps. The last step is always kept."""
     keep_checkpoints: int = Field(3, ge=1)
     optimiser: Optimiser = Optimiser()
+    advantage: Advantage = Advantage()
     objective: Objective = Objective()
+
+    @model_validator(mode="after")
+    def _steps_take_whole_groups(self) -> "Trainer":
+        if self.optimiser_steps > self.groups_per_step:
+            raise ValueError(
+                f"trainer.optimiser_steps: {self.optimiser_steps} steps of whole groups need as many groups; "
+                f"trainer.groups_per_step is {self.groups_per_step}"
+            )
+        return self
 
 
 class Evaluation(Settings):

@@ -57,9 +57,7 @@ def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budge
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=optimiser.betas, weight_decay=0.0)
     samples, advantages = step_of(temperature)
     for number in (1, 2):
-        update = backend.update(
-            micro_batches(samples, advantages, budget), Objective(importance_cap=2.0), nullcontext()
-        )
+        update = backend.update(micro_batches(samples, advantages, budget), Objective(), nullcontext())
         plain.zero_grad()
         loss = plain_loss(model, samples, advantages, temperature, 2.0)
         loss.backward()

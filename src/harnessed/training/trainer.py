@@ -12,14 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
-from harnessed.config import Config
+from harnessed.config import Advantage, Config
 from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Transcript, Version
-from harnessed.training.advantages import all_equal, group_relative
+from harnessed.training.advantages import advantages, all_equal
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import micro_batches
 from harnessed.training.closing import closed
@@ -132,7 +133,7 @@ class Trainer:
         self._display.phase("update")
         bound = Bound(settings.row_tokens, settings.overlong)
         samples = [[build(transcript, bound) for transcript in group] for group in groups]
-        taken = select(samples, normalise=settings.objective.normalise_deviation)
+        taken = select(samples, settings.advantage)
         rows = [row for sample in taken.samples for row in sample.rows]
         self._check_versions(taken)
         update = self._update(taken)
@@ -278,17 +279,19 @@ def _oddities(groups: list[list[Transcript]]) -> dict[str, int]:
     return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
 
 
-def select(groups: list[list[Sample]], *, normalise: bool) -> Taken:
+def select(groups: list[list[Sample]], settings: Advantage) -> Taken:
     """Groups that can be compared, with their advantages; the others' tokens get the fate that says why not."""
-    taken, advantages, count = [], [], 0
+    taken: list[list[Sample]] = []
+    rewards: list[list[float]] = []
     for group in groups:
         members = [sample for sample in group if sample.reward is not None]
-        rewards = [sample.reward for sample in members if sample.reward is not None]
-        if len(members) < 2 or all_equal(rewards):
+        judged = [sample.reward for sample in members if sample.reward is not None]
+        alone = len(members) < 2
+        if alone or (settings.equal_groups == "skip" and all_equal([[reward] for reward in judged])):
             for sample in members:
-                sample.give_up(Fate.GROUP_INCOMPLETE if len(members) < 2 else Fate.GROUP_SKIPPED)
+                sample.give_up(Fate.GROUP_INCOMPLETE if alone else Fate.GROUP_SKIPPED)
             continue
-        taken += members
-        advantages += group_relative(rewards, normalise=normalise)
-        count += 1
-    return Taken(taken, advantages, count)
+        taken.append(members)
+        rewards.append(judged)
+    compared = advantages(rewards, settings)
+    return Taken(list(chain.from_iterable(taken)), list(chain.from_iterable(compared)), len(taken))

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from harnessed.config import ConfigError, Objective, Optimiser
 from harnessed.records import Version
 from harnessed.training.batching import MicroBatch
-from harnessed.training.losses import Terms, clipped_policy_loss
+from harnessed.training.losses import Terms, objective_loss
 from harnessed.weights import SharedWeights, read_state
 
 POLICY_FILES = (
@@ -80,15 +80,15 @@ class LocalBackend:
         started = time.monotonic()
         self._optimiser.zero_grad(set_to_none=True)
         sums: Counter[str] = Counter()
-        differences = [0.0]
+        largest: dict[str, list[float]] = {}
         for batch in batches:
-            terms, entropy = self._terms(batch)
-            loss, batch_sums = clipped_policy_loss(terms, clip=objective.clip, importance_cap=objective.importance_cap)
+            loss, batch_sums = objective_loss(self._terms(batch), objective)
             loss.backward()
-            sums.update(
-                {name: value.item() for name, value in (batch_sums | {"loss": loss, "entropy": entropy}).items()}
-            )
-            differences.append((terms.old_logprobs - terms.engine_logprobs).abs().max().item())
+            for name, value in (batch_sums | {"loss": loss}).items():
+                if name.endswith("_max"):
+                    largest.setdefault(name, []).append(value.item())
+                else:
+                    sums[name] += value.item()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm).item()
         applied = math.isfinite(norm) and math.isfinite(sums["loss"])
         if applied:
@@ -98,10 +98,10 @@ class LocalBackend:
             self.version = following
         tokens = max(sum(batch.trained_tokens for batch in batches), 1)
         metrics = {name: total / tokens for name, total in sums.items() if name != "loss"}
+        metrics |= {name: float(np.max(values)) for name, values in largest.items()}  # not a number if one is not
         metrics |= {
             "loss": sums["loss"],
             "gradient_norm": norm,
-            "logprob_difference_max": float(np.max(differences)),  # not a number if one is not
             "update_seconds": time.monotonic() - started,
         }
         return Update(applied, metrics)
@@ -125,8 +125,7 @@ class LocalBackend:
             file.chmod(0o644)  # safetensors makes its file private
         unfinished.rename(folder)
 
-    def _terms(self, batch: MicroBatch) -> tuple[Terms, Tensor]:
-        """What the objective takes, and the sum of the entropies in nats."""
+    def _terms(self, batch: MicroBatch) -> Terms:
         tokens = torch.from_numpy(batch.tokens)  # [B, L]
         present = torch.from_numpy(batch.present)  # [B, L]
         trained = torch.from_numpy(batch.trained)[:, 1:]  # [B, L-1]: the logits at t are for the token at t+1
@@ -134,17 +133,16 @@ class LocalBackend:
         logits = self._model.lm_head(hidden[trained]).float()  # [N, V], N trained tokens
         distribution = torch.log_softmax(logits / _of(batch.temperatures, trained)[:, None], dim=-1)
         logprobs = distribution.gather(1, tokens[:, 1:][trained][:, None])[:, 0]  # [N]
-        terms = Terms(
+        return Terms(
             logprobs=logprobs,
             # One optimiser step per update: when it starts, pi_old is the current policy.
             old_logprobs=logprobs.detach(),
             engine_logprobs=_of(batch.engine_logprobs, trained),
             advantages=_of(batch.advantages, trained),
             weights=_of(batch.weights, trained),
+            answers=trained.nonzero()[:, 0],
+            entropies=-(distribution.exp() * distribution).sum(dim=-1),
         )
-        with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum()
-        return terms, entropy
 
     def _copied_state(self) -> dict[str, Tensor]:
         """The weights outside of the mapped file, where all share one storage; tied ones stay one tensor."""

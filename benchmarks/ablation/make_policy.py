@@ -2,11 +2,10 @@
 
     PYTHONPATH=examples/demo python benchmarks/ablation/make_policy.py OUT [--seed S]
 
-Model, tokenizer and warm start are those of `examples/demo/make_model.py`. The demonstrator answers in the policy's place
-while the harness itself runs, so what is taught is what will be seen.
+Model, tokenizer and warm start are those of `examples/demo/make_model.py`. The demonstrator answers in the policy's
+place while the harness itself runs, so what is taught is what will be seen.
 """
 
-import itertools
 import random
 from collections.abc import Iterator
 
@@ -15,8 +14,8 @@ import folders
 import make_model
 from demonstrations import STOP, SUBMIT, Message, Turn
 
-# Shares of an agent's habits: the right way; giving up after it has looked; sending sub-agents without looking; the rest
-# looks into one file only.
+# Shares of an agent's habits: the right way; giving up after it has looked; sending sub-agents without looking; the
+# rest looks into one file only.
 GOOD = 0.25
 GIVES_UP = 0.30
 DELEGATES = 0.20

@@ -20,7 +20,7 @@ from typing import Any
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Advantage, Config
 from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Transcript, Version
-from harnessed.training.advantages import advantages, all_equal
+from harnessed.training.advantages import advantages, all_equal, row_advantages
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import micro_batches
 from harnessed.training.closing import closed
@@ -102,10 +102,13 @@ class Trainer:
     def run(self) -> Summary:
         """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
         interrupted = False
+        every = self._config.evaluation.every
         try:
             self._before = self._evaluate("before")
             for number in range(1, self._config.trainer.steps + 1):
                 self.step(number)
+                if every and number % every == 0 and number < self._config.trainer.steps:
+                    self._evaluate(f"{number}-steps-into")
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
             interrupted = True
@@ -293,5 +296,8 @@ def select(groups: list[list[Sample]], settings: Advantage) -> Taken:
             continue
         taken.append(members)
         rewards.append(judged)
-    compared = advantages(rewards, settings)
+    if settings.per == "row":
+        compared = row_advantages(rewards, [[len(sample.rows) for sample in group] for group in taken], settings)
+    else:
+        compared = advantages(rewards, settings)
     return Taken(list(chain.from_iterable(taken)), list(chain.from_iterable(compared)), len(taken))

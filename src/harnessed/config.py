@@ -61,6 +61,8 @@ class Run(Settings):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")
     folder: ConfigPath | None = None
     """Where everything of the run goes. Default: `runs/<name>-<date>-<time>` in the current folder. Must be new."""
+    project: str = Field("harnessed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,60}$")
+    """Under which name `trainer.trackers` file the run."""
     seed: int = Field(0, ge=0)
 
 
@@ -347,6 +349,9 @@ class Trainer(Settings):
     checkpoint_every: int = Field(10, ge=1)
     """Steps. The last step is always kept."""
     keep_checkpoints: int = Field(3, ge=1)
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Who else gets the metrics. Each writes into a folder of its name in the run's, and nothing leaves the machine
+    unless its own environment variables say so; docs/metrics.md has a section for them."""
     optimiser: Optimiser = Optimiser()
     advantage: Advantage = Advantage()
     objective: Objective = Objective()

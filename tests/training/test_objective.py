@@ -7,8 +7,8 @@ from transcripts import node, transcript
 from harnessed.config import Advantage
 from harnessed.records import Fate, Outcome
 from harnessed.training.batching import micro_batches
+from harnessed.training.groups import select
 from harnessed.training.samples import build
-from harnessed.training.trainer import select
 
 
 def three_samples():
@@ -54,8 +54,7 @@ def test_groups_without_a_signal_or_without_members_are_not_taken():
     alone = [*group("d", [1]), *group("d", [0], Outcome.INFRASTRUCTURE)]
     taken = select([equal, mixed, lost, alone], Advantage(normalise_deviation=False))
     assert [sample.rollout for sample in taken.samples] == ["b.0", "b.1"]
-    assert taken.advantages == [0.5, -0.5]
-    assert taken.groups == 1
+    assert taken.advantages == [[0.5, -0.5]]
     assert [sample.fates for sample in equal] == [{Fate.GROUP_SKIPPED: 2}] * 2
     assert [sample.fates for sample in lost] == [{Fate.INFRASTRUCTURE: 2}] * 2
     assert [sample.fates for sample in alone] == [{Fate.GROUP_INCOMPLETE: 2}, {Fate.INFRASTRUCTURE: 2}]

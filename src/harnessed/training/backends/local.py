@@ -7,8 +7,6 @@ import json
 import math
 import os
 import shutil
-import time
-from collections import Counter
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +24,7 @@ from harnessed.config import ConfigError, Objective, Optimiser
 from harnessed.records import Version
 from harnessed.training.batching import MicroBatch
 from harnessed.training.losses import Terms, objective_loss
+from harnessed.training.metrics import Clock, of_micro_batches
 from harnessed.weights import SharedWeights, read_state
 
 POLICY_FILES = (
@@ -77,33 +76,27 @@ class LocalBackend:
     ) -> Update:
         """One optimiser step over all micro-batches. The weights change in place, `standing_still`: that is when the
         engine must be paused."""
-        started = time.monotonic()
         self._optimiser.zero_grad(set_to_none=True)
-        sums: Counter[str] = Counter()
-        largest: dict[str, list[float]] = {}
+        clock = Clock()
+        sums: list[dict[str, float]] = []
+        loss_of_step = 0.0
         for batch in batches:
-            loss, batch_sums = objective_loss(self._terms(batch), objective)
-            loss.backward()
-            for name, value in (batch_sums | {"loss": loss}).items():
-                if name.endswith("_max"):
-                    largest.setdefault(name, []).append(value.item())
-                else:
-                    sums[name] += value.item()
+            with clock.phase("forward"):
+                loss, batch_sums = objective_loss(self._terms(batch), objective)
+            with clock.phase("backward"):
+                loss.backward()
+            loss_of_step += loss.item()
+            sums.append({name: value.item() for name, value in batch_sums.items()})
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm).item()
-        applied = math.isfinite(norm) and math.isfinite(sums["loss"])
+        applied = math.isfinite(norm) and math.isfinite(loss_of_step)
         if applied:
             following = Version(self.version.lineage, self.version.number + 1)
             with standing_still, self._weights.writing(following):
                 self._optimiser.step()
             self.version = following
-        tokens = max(sum(batch.trained_tokens for batch in batches), 1)
-        metrics = {name: total / tokens for name, total in sums.items() if name != "loss"}
-        metrics |= {name: float(np.max(values)) for name, values in largest.items()}  # not a number if one is not
-        metrics |= {
-            "loss": sums["loss"],
-            "gradient_norm": norm,
-            "update_seconds": time.monotonic() - started,
-        }
+        metrics = of_micro_batches(sums, sum(batch.trained_tokens for batch in batches))
+        metrics |= {"loss": loss_of_step, "grad_norm": norm, "learning_rate": self._optimiser.param_groups[0]["lr"]}
+        metrics |= clock.seconds
         return Update(applied, metrics)
 
     @property

@@ -1,0 +1,80 @@
+"""What a step reports, from values made by hand."""
+
+import math
+
+import pytest
+from transcripts import node, transcript
+
+from harnessed.records import GroupSpec, Outcome, Version
+from harnessed.training.groups import Group, Taken
+from harnessed.training.metrics import of_groups, of_micro_batches, of_taken
+from harnessed.training.samples import build
+
+
+def group(*transcripts) -> Group:
+    spec = GroupSpec(id="g", run="r", task={}, n=len(transcripts))
+    return Group(spec, list(transcripts), [build(each) for each in transcripts])
+
+
+def with_parts(one, **parts):
+    one.rollout.parts = parts
+    return one
+
+
+def test_rewards_and_their_parts_are_those_of_rollouts_that_count():
+    line = of_groups(
+        [
+            group(
+                with_parts(transcript([node(1, 0, [1], [2, 9])], id="g.0", reward=1.0), tests=1.0, style=0.5),
+                with_parts(transcript([node(1, 0, [1], [2, 3, 9])], id="g.1", reward=0.0), tests=0.0),
+                with_parts(transcript([], id="g.2", reward=5.0, outcome=Outcome.INFRASTRUCTURE), tests=9.0),
+            )
+        ],
+        1,
+    )
+    assert (line["reward_mean"], line["reward_std"]) == (0.5, 0.5)
+    assert (line["reward/tests"], line["reward/style"]) == (0.5, 0.5)
+    assert (line["rollouts"], line["rollouts_judged"]) == (3, 2)
+    assert (line["sampled_tokens"], line["tokens_per_rollout"]) == (5, 5 / 3)
+
+
+def test_a_step_in_which_nothing_could_be_judged_has_no_reward():
+    line = of_groups([group(transcript([node(1, 0, [1], [2])], outcome=Outcome.INFRASTRUCTURE))], 1)
+    assert line["reward_mean"] is line["reward_std"] is None
+    assert line["fates/infrastructure"] == line["sampled_tokens"] == 1
+
+
+def test_staleness_counts_from_the_oldest_trained_token_of_a_rollout_over_lineages():
+    def sample(*versions, delivered=True):
+        nodes = [
+            node(i, i - 1, [1], [2, 9], version=version, delivered=delivered or i == len(versions))
+            for i, version in enumerate(versions, 1)
+        ]
+        return build(transcript(nodes))
+
+    fresh, mixed = sample(Version(1, 7).pack()), sample(Version(0, 4).pack(), Version(1, 6).pack())
+    line = of_taken(Taken([[fresh, mixed]], [[1.0, -1.0]]), Version(1, 7))
+    assert (line["staleness_mean"], line["staleness_max"]) == (1.5, 3)
+    unknown = of_taken(Taken([[sample(-1)]], [[1.0]]), Version(1, 7))
+    assert unknown["staleness_mean"] is unknown["staleness_max"] is None
+
+
+def test_sums_of_micro_batches_become_means_and_the_largest_stays():
+    first = {"kl": 1.0, "importance_weight": 3.0, "importance_weight_squared": 5.0, "logprob_difference_max": 0.5}
+    second = {"kl": 2.0, "importance_weight": 1.0, "importance_weight_squared": 1.0, "logprob_difference_max": 0.25}
+    line = of_micro_batches([first, second], 4)
+    assert line == {
+        "kl": 0.75,
+        "importance_weight": 1.0,
+        "importance_ess": pytest.approx(4**2 / (4 * 6)),
+        "logprob_difference_max": 0.5,
+    }
+    broken = of_micro_batches([first, second | {"logprob_difference_max": math.nan}], 4)
+    assert math.isnan(broken["logprob_difference_max"])
+
+
+def test_the_effective_sample_size_of_equal_weights_is_all_of_it():
+    line = of_micro_batches([{"importance_weight": 10.0, "importance_weight_squared": 10.0}], 10)
+    assert line["importance_ess"] == 1
+    masked = of_micro_batches([{"importance_weight": 0.0, "importance_weight_squared": 0.0}], 10)
+    assert masked["importance_ess"] == 0

@@ -8,7 +8,7 @@ from scripted_engine import ScriptedEngine
 from transcripts import node, transcript
 
 from harnessed.client import Client
-from harnessed.config import Advantage
+from harnessed.config import Advantage, Evaluation
 from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Outcome, Sampling, Turnstile, TurnstileState, Version
 from harnessed.training.backends.local import Update
@@ -125,3 +125,13 @@ def test_groups_with_equal_rewards_can_be_kept():
     taken = select([samples], Advantage(equal_groups="keep"))
     assert taken.samples == samples and taken.advantages == [[0.0, 0.0]]
     assert [sample.fates for sample in samples] == [{Fate.TRAINED: 2}] * 2
+
+
+def test_held_out_tasks_are_run_in_between_by_setting():
+    done = []
+    trainer = Trainer.__new__(Trainer)
+    trainer._config = SimpleNamespace(trainer=TrainerSettings(steps=4), evaluation=Evaluation(every=2))
+    trainer._report = SimpleNamespace(summary=lambda summary: None)
+    trainer.step, trainer._evaluate, trainer._summary = done.append, done.append, lambda interrupted: None
+    trainer.run()
+    assert done == ["before", 1, 2, "2-steps-into", 3, 4, "after"]

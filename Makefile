@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
+.PHONY: ablation chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -101,3 +101,7 @@ benchmarks: $(SMOLLM2)/config.json
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"
 	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2) --memory 200000
+
+ablation: $(INSTALLED)
+	@echo "ablation: what comes of counting rows for rollouts; fifteen runs, about half an hour; finished ones are kept"
+	@$(VENV)/bin/python benchmarks/ablation.py

@@ -252,6 +252,9 @@ class Advantage(Settings):
     critic expects. `reinforce_plus_plus`: the mean of its group, then divided by the deviation over the whole step."""
     normalise_deviation: bool = True
     """kind `grpo`: divide by the deviation of the group. False: Dr. GRPO."""
+    per: Literal["rollout", "row"] = "rollout"
+    """Who counts in the mean and deviation of a group. `row`: each training row does, so that a rollout counts as often
+    as it has rows; only to compare with, docs/algorithms.md explains the mistake."""
     equal_groups: Literal["skip", "keep"] = "skip"
     """Groups whose rewards are all equal. `skip`: not trained, fate `group_skipped`. `keep`: they count in R with
     advantages of 0, and what the KL and entropy terms ask of them."""
@@ -269,6 +272,8 @@ class Advantage(Settings):
     def _makes_sense(self) -> "Advantage":
         if self.refill and self.equal_groups == "keep":
             raise ValueError("trainer.advantage.refill: takes the place of skipped groups, and equal_groups is keep")
+        if self.per == "row" and (self.per_call or self.kind == "gae"):
+            raise ValueError("trainer.advantage.per: row compares whole rollouts, without per_call and kind gae")
         if self.discount < 1 and not self.per_call and self.kind != "gae":
             raise ValueError("trainer.advantage.discount: a rollout is one whole without trainer.advantage.per_call")
         return self
@@ -393,6 +398,8 @@ class Trainer(Settings):
 class Evaluation(Settings):
     tasks: int = Field(64, ge=1)
     """Held-out tasks, run before the first and after the last step."""
+    every: int | None = Field(None, ge=1)
+    """So many steps apart they are run in between as well."""
     greedy_tasks: int = Field(0, ge=0)
     """The first so many of them are run greedily as well."""
     sampling: Sampling | None = None

@@ -8,7 +8,7 @@ from scripted_engine import ScriptedEngine
 from transcripts import node, transcript
 
 from harnessed.client import Client
-from harnessed.config import Advantage
+from harnessed.config import Advantage, Evaluation
 from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Outcome, Sampling, Turnstile, TurnstileState, Version
 from harnessed.training.backends.local import Update
@@ -118,3 +118,14 @@ def test_further_tasks_are_run_in_place_of_groups_that_cannot_be_compared(tasks,
     assert line.get("fates/group_skipped", 0) == run.count(EQUAL) * 2 * 2
     assert line.get("fates/trained", 0) == line["trained_tokens"] == taken * 2 * 2
     assert sum(value for name, value in line.items() if name.startswith("fates/")) == line["sampled_tokens"]
+
+
+def test_held_out_tasks_are_run_in_between_by_setting():
+    done = []
+    trainer = Trainer.__new__(Trainer)
+    trainer._config = SimpleNamespace(trainer=TrainerSettings(steps=4), evaluation=Evaluation(every=2))
+    trainer._backend = SimpleNamespace(step=0)
+    trainer._report = SimpleNamespace(summary=lambda summary: None)
+    trainer.step, trainer._evaluate, trainer._summary = done.append, done.append, lambda interrupted: None
+    trainer.run()
+    assert done == ["before", 1, 2, "2-steps-into", 3, 4, "after"]

@@ -5,7 +5,7 @@ from itertools import chain
 
 from harnessed.config import Advantage
 from harnessed.records import Fate, GroupSpec, Transcript
-from harnessed.training.advantages import Returns, all_equal, call_advantages, returns
+from harnessed.training.advantages import Returns, all_equal, call_advantages, returns, row_advantages
 from harnessed.training.batching import Advantages
 from harnessed.training.samples import Sample
 
@@ -54,10 +54,17 @@ def select(groups: list[list[Sample]], settings: Advantage) -> Taken:
                 sample.give_up(fate)
         else:
             taken.append(members)
-    found = call_advantages([[_returns(sample, settings) for sample in group] for group in taken], settings)
+    worth = [[_returns(sample, settings) for sample in group] for group in taken]
+    found = call_advantages(worth, settings) if settings.per == "rollout" else _per_row(taken, worth, settings)
     samples, each = list(chain.from_iterable(taken)), chain.from_iterable(found)
     advantages = [_of(sample, compared, settings) for sample, compared in zip(samples, each, strict=True)]
     return Taken(samples, advantages, len(taken))
+
+
+def _per_row(groups: list[list[Sample]], worth: list[list[Returns]], settings: Advantage) -> list[list[Returns]]:
+    rewards = [[returned[0] for returned in group] for group in worth]
+    rows = [[len(sample.rows) for sample in group] for group in groups]
+    return [[[advantage] for advantage in group] for group in row_advantages(rewards, rows, settings)]
 
 
 def _returns(sample: Sample, settings: Advantage) -> Returns:

@@ -97,10 +97,13 @@ class Trainer:
     def run(self) -> Summary:
         """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
         interrupted = False
+        every = self._config.evaluation.every
         try:
             self._before = self._evaluate("before")
             for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
                 self.step(number)
+                if every and number % every == 0 and number < self._config.trainer.steps:
+                    self._evaluate(f"{number}-steps-into")
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
             interrupted = True

@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install smollm2
+.PHONY: chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -19,7 +19,7 @@ demo: $(INSTALLED) $(MODEL)/config.json
 
 test: $(INSTALLED) families $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; about 12 minutes on two cores"
-	@$(VENV)/bin/pytest -n 2 --dist loadfile --ignore tests/harnesses --ignore tests/chaos -rs
+	@$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/harnesses --ignore tests/chaos --ignore tests/peers -rs
 
 chaos: $(INSTALLED)
 	@echo "chaos: 2,000 calls while gateways and the engine are killed, on SQLite and on PostgreSQL; about three minutes"
@@ -66,7 +66,7 @@ families: .cache/families
 
 harnesses: .cache/harnesses
 	@echo "harnesses: drives each, unmodified, through gateway and local runner; about four minutes"
-	@$(VENV)/bin/pytest tests/harnesses -n 2 --dist load -rs
+	@$(VENV)/bin/pytest tests/harnesses -n 3 --dist load -rs
 
 harnesses-long: .cache/harnesses
 	@echo "harnesses-long: faults and a closed turnstile, with waits of over five minutes; about twenty minutes"
@@ -75,6 +75,14 @@ harnesses-long: .cache/harnesses
 .cache/harnesses: | $(INSTALLED)
 	@echo "harnesses: fetches seven with npm and uv (3 GB on disk); one to two minutes"
 	@$(VENV)/bin/python tests/harnesses/packages.py .cache/harnesses
+
+peers: .cache/peers
+	@echo "peers: objectives and advantages beside those of verl and TRL; under half a minute"
+	@$(VENV)/bin/pytest tests/peers -rs
+
+.cache/peers: | $(INSTALLED)
+	@echo "peers: fetches both without their dependencies (30 MB); under a minute"
+	@$(VENV)/bin/python tests/peers/peer_packages.py .cache/peers
 
 benchmarks: $(SMOLLM2)/config.json
 	@echo "benchmarks: what transcripts and calls cost, with limits and baselines; about five minutes"

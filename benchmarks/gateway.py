@@ -32,8 +32,8 @@ from rich.table import Table
 
 from harnessed.client import Client, claim, create_groups, create_run, register_engine
 from harnessed.config import Gateway
-from harnessed.gateway.app import SECRET, serve
-from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.app import serve
+from harnessed.gateway.keys import ADMIN, SECRET, Keyring
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import EngineSpec, GroupSpec, Limits, RunSpec
 

@@ -24,8 +24,8 @@ from starlette.routing import Route
 
 from harnessed.client import AsyncClient, Client, claim, create_groups, create_run, register_engine, renew
 from harnessed.config import Gateway
-from harnessed.gateway.app import SECRET, serve
-from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.app import serve
+from harnessed.gateway.keys import ADMIN, SECRET, Keyring
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import EngineSpec, GroupSpec, Limits, RunSpec
 

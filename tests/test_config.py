@@ -41,6 +41,13 @@ def test_held_out_tasks_may_be_sampled_otherwise(path):
     assert config.sampling.top_p == 1
 
 
+def test_objectives_that_fit_together(path):
+    trainer = load(path, ["trainer.objective={normalisation: constant, constant: 100, dual_clip: 3}"]).trainer
+    assert (trainer.objective.constant, trainer.objective.dual_clip) == (100, 3)
+    assert load(path, ["trainer.advantage={per_call: true, discount: 0.9}"]).trainer.advantage.discount == 0.9
+    assert load(path, ["trainer.advantage={kind: gae, discount: 0.9}"]).trainer.advantage.kind == "gae"
+
+
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
@@ -61,6 +68,17 @@ def test_held_out_tasks_may_be_sampled_otherwise(path):
         ("evaluator.command=[x]", "evaluator.function or evaluator.command"),
         ("evaluator.function=nonsense", "module:function"),
         ("run.name=a b", "run.name: "),
+        ("trainer.objective.clip=0.2", "unknown setting trainer.objective.clip; did you mean trainer.objective.clip_"),
+        ("trainer.objective.loss=gpro", "trainer.objective.loss: "),
+        ("trainer.objective.normalisation=constant", "set it (in tokens) together with"),
+        ("trainer.objective.constant=100", "normalisation is rollout"),
+        ("trainer.objective.dual_clip=1", "trainer.objective.dual_clip: "),
+        ("trainer.objective={loss: cispo, dual_clip: 3}", "works with loss ppo or gspo, not with cispo"),
+        ("trainer.objective.kl.coefficient=-1", "trainer.objective.kl.coefficient: "),
+        ("trainer.objective.importance.cap=0", "trainer.objective.importance.cap: "),
+        ("trainer.advantage={refill: 1, equal_groups: keep}", "takes the place of skipped groups"),
+        ("trainer.advantage.discount=0.9", "a rollout is one whole without trainer.advantage.per_call"),
+        ("trainer.optimiser_steps=9", "trainer.groups_per_step is 8"),
         ("trainer.steps", "section.setting=value"),
         ("trainer.steps.more=1", "trainer.steps"),
         ("trainer=5", "trainer: "),

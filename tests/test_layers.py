@@ -1,6 +1,8 @@
 """The import rule of the house: which part may know which, relative imports included."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,11 @@ def test_torch_and_transformers_stay_out_of_gateway_and_controller():
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 assert not any(name.split(".")[0] in ("torch", "transformers") for name in names), path
+
+
+def test_a_command_imports_what_it_needs_and_not_what_another_one_does():
+    """Each service of a run is a command that is waited for."""
+    needless = ("torch", "transformers", "sqlalchemy", "alembic", "aiohttp", "uvicorn")
+    script = f"import sys, harnessed.cli; print(*(name for name in {needless} if name in sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == ""

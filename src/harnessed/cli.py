@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harnessed import logs, services
-from harnessed.browse.commands import add_commands
+from harnessed.browse.arguments import add_commands
 from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError, load

@@ -24,6 +24,10 @@ Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 RewardValue = Annotated[float, Field(ge=-MOST_REWARD, le=MOST_REWARD, allow_inf_nan=False)]
 
+CallRewards = list[RewardValue]
+"""Beside the reward of the whole: one for each answer that the harness got from the model, in the order in which they
+were made, side calls included. Shorter: the rest got 0. Longer: what is left counts at the last answer."""
+
 Task = dict[str, Any]
 """One row of the dataset. `files` (path -> content), if present, is written into the workspace of every attempt."""
 
@@ -284,6 +288,8 @@ class Rollout(Record):
     """None unless an evaluator gave one."""
     parts: dict[str, float] = Field(default_factory=dict)
     """Named parts of the reward, for the eye."""
+    call_rewards: CallRewards = Field(default_factory=list)
+    """Of single calls; trained on where `trainer.advantage.per_call` says so."""
     created: float
     started: float | None = None
     finished: float | None = None
@@ -309,13 +315,15 @@ class Ending(Record):
     reason: str = ""
     reward: RewardValue | None = None
     parts: dict[str, float] = Field(default_factory=dict)
+    call_rewards: CallRewards = Field(default_factory=list)
 
 
 class Reward(Record):
-    """A reward posted by an evaluator outside of the controller, before the attempt ends."""
+    """What an evaluator gives; one outside of the controller posts it before the attempt ends."""
 
     reward: RewardValue
     parts: dict[str, float] = Field(default_factory=dict)
+    call_rewards: CallRewards = Field(default_factory=list)
 
 
 class Event(Record):

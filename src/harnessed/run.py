@@ -31,8 +31,7 @@ from harnessed.client import (
 )
 from harnessed.config import Config, ConfigError, hide_passwords
 from harnessed.controller.check import check as check_controller
-from harnessed.gateway.app import SECRET
-from harnessed.gateway.keys import ADMIN, METRICS, Keyring
+from harnessed.gateway.keys import ADMIN, METRICS, SECRET, Keyring
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import EngineSpec, History, RunSpec, Verdict
 from harnessed.services import Services, bind, url_of

@@ -133,7 +133,7 @@ def judge_result(task, folder):
 
 
 def judge_parts(task, folder):
-    return {"reward": 0.5, "format": 1, "length": 2.5}
+    return {"reward": 0.5, "format": 1, "length": 2.5, "call_rewards": [0.25, 0]}
 
 
 def judge_hidden(task, folder):

@@ -8,12 +8,13 @@ from controller_runs import Running, make_config, processes_with, running
 
 from harnessed.controller.folders import remove
 from harnessed.controller.verdict import read_verdict
-from harnessed.records import Outcome
+from harnessed.records import Outcome, Reward
 
 
 def test_parts_are_kept_beside_the_reward(local: Running) -> None:
     ending = local.run({"do": "answer", "judge": "judge_parts"}).ending
     assert (ending.reward, ending.parts) == (0.5, {"format": 1.0, "length": 2.5})
+    assert ending.call_rewards == [0.25, 0.0]
 
 
 def test_the_evaluator_sees_what_the_agent_does_not(local: Running) -> None:
@@ -80,7 +81,20 @@ def test_a_command_evaluator_prints_its_verdict_last(tmp_path, gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["1", None, [], {}, {"x": 1}, {"reward": None}, {"reward": 1, "x": "y"}, 1e999, 1e308]
+    "value",
+    [
+        "1",
+        None,
+        [],
+        {},
+        {"x": 1},
+        {"reward": None},
+        {"reward": 1, "x": "y"},
+        1e999,
+        1e308,
+        {"reward": 1, "call_rewards": {"1": 2}},
+        {"reward": 1, "call_rewards": [0, "x"]},
+    ],
 )
 def test_what_is_no_verdict(value) -> None:
     with pytest.raises(ValueError, match="the evaluator gave"):
@@ -88,8 +102,9 @@ def test_what_is_no_verdict(value) -> None:
 
 
 def test_what_is_a_verdict() -> None:
-    assert read_verdict(True) == {"reward": 1.0}
-    assert read_verdict({"reward": 2, "a": 0.5}) == {"reward": 2.0, "a": 0.5}
+    assert read_verdict(True) == Reward(reward=1.0)
+    assert read_verdict({"reward": 2, "a": 0.5}) == Reward(reward=2.0, parts={"a": 0.5})
+    assert read_verdict({"reward": 2, "call_rewards": (1, 0.5)}) == Reward(reward=2.0, call_rewards=[1.0, 0.5])
 
 
 def test_an_integer_too_long_to_print_is_no_verdict() -> None:

@@ -76,7 +76,7 @@ def processes_of(folder: Path) -> dict[int, str]:
     return found
 
 
-def wait_for(condition, what: str, limit_s: float = 60) -> None:
+def wait_for(condition, what: str, limit_s: float = 120) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"

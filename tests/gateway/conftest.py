@@ -1,9 +1,17 @@
+import asyncio
 import secrets
 
 import postgres
 import pytest
+import uvloop
 from house import house  # noqa: F401  # a fixture
 from sqlalchemy import create_engine, make_url, text
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """What works close to the event loop has to work on that of tests and on that of a gateway."""
+    loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return loops if item.path.name == "test_channel.py" else {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,15 @@ import pytest
 from listening import listen
 from policies import make_policy
 from scripted_engine import ScriptedEngine
-from sqlalchemy import select
+from sqlalchemy import URL, select
 from texts import answer
 
 from harnessed.client import AsyncClient, claim, create_groups, create_run, get_transcripts, register_engine
 from harnessed.config import Gateway
 from harnessed.gateway import peers
-from harnessed.gateway.app import Server, gateway
+from harnessed.gateway.app import DATABASE, Server, gateway
 from harnessed.gateway.keys import ADMIN, Keyring
+from harnessed.gateway.store import Store
 from harnessed.gateway.tables import gateways
 from harnessed.records import Assignment, Dialect, EngineSpec, GroupSpec, History, Limits, RunSpec, Sampling
 
@@ -29,10 +30,11 @@ class House:
         self.folder = folder
         self.policy = policy
         self.engine = engine
-        self.http = openai.DefaultAsyncHttpxClient(timeout=60)
-        self.anthropic_http = anthropic.DefaultAsyncHttpxClient(timeout=60)
-        """Of all SDK clients. A client that is left to the garbage collector closes its connections in whichever
-        thread that runs in, the engine's for instance, and may cut off another client's."""
+        self.http = openai.DefaultAsyncHttpxClient(timeout=60, verify=False)
+        self.anthropic_http = anthropic.DefaultAsyncHttpxClient(timeout=60, verify=False)
+        """Of all SDK clients; without certificates, which take 20 ms to be read. A client that is left to the garbage
+        collector closes its connections in whichever thread that runs in, the engine's for instance, and may cut off
+        another client's."""
         self.settings = Gateway(generation_limit_s=20)
         """Takes effect with the next start."""
         self.world = ""
@@ -80,6 +82,12 @@ class House:
         await self.stop()
         self._stack = contextlib.AsyncExitStack()
         await self.start()
+
+    async def engine_known(self) -> None:
+        """Returns when all gateways know the engine: one that others share hears of it with a beat."""
+        async with asyncio.timeout(30):
+            while not all(each._engines._stored for each in self.memories):
+                await asyncio.sleep(0.01)
 
     async def bury(self, name: str) -> None:
         """As the others do with a gateway that they take for dead."""
@@ -134,9 +142,22 @@ class House:
         return transcripts[index].attempts[-1].nodes
 
 
+async def empty_database(folder) -> bytes:
+    """An SQLite file with all tables: to make them takes ten times as long as to copy it."""
+    if not _EMPTY:
+        file = folder / "empty.db"
+        await Store(URL.create("sqlite", database=str(file))).close()
+        _EMPTY.append(file.read_bytes())
+    return _EMPTY[0]
+
+
+_EMPTY: list[bytes] = []
+
+
 @contextlib.asynccontextmanager
 async def open_house(tmp_path, **settings) -> AsyncIterator[House]:
     policy = make_policy(tmp_path / "policy")
+    (tmp_path / DATABASE).write_bytes(await empty_database(tmp_path))
     with ScriptedEngine(lambda prompt, call: answer(f"answer {call}"), policy=policy) as engine:
         house = House(tmp_path, policy, engine)
         house.settings = house.settings.model_copy(update=settings)

@@ -106,13 +106,27 @@ async def test_a_posted_reward_is_kept_and_the_first_wins(house):
     assert (await house.admin(end_attempt("g.0", 1, OK, 3))).reward == 0.25
 
 
+async def test_rewards_for_calls_are_kept_beside_the_reward(house):
+    await house.admin(create_groups([spec()]))
+    await house.admin(claim("r", "me", 2, 3))
+    posted = Reward(reward=0.25, call_rewards=[1.0, -0.5])
+    await house.admin(post_reward("g.0", posted))
+    assert await house.admin(post_reward("g.0", posted)) == await house.admin(get_rollout("g.0"))
+    with pytest.raises(ApiError):
+        await house.admin(post_reward("g.0", Reward(reward=0.25)))
+    await house.admin(end_attempt("g.1", 1, OK.model_copy(update={"call_rewards": [0.5]}), 3))
+    kept = [rollout.call_rewards for rollout in await house.admin(list_rollouts("r"))]
+    assert kept == [[1.0, -0.5], [0.5]]
+
+
 async def test_a_reward_of_a_failed_attempt_is_forgotten(house):
     await house.admin(create_groups([spec(n=1)]))
     await house.admin(claim("r", "me", 1, 3))
-    await house.admin(post_reward("g.0", Reward(reward=0.25)))
+    await house.admin(post_reward("g.0", Reward(reward=0.25, call_rewards=[1.0])))
     await house.admin(end_attempt("g.0", 1, LOST, 3))
     await house.admin(claim("r", "me", 1, 3))
-    assert (await house.admin(end_attempt("g.0", 2, OK, 3))).reward == 1.0
+    ended = await house.admin(end_attempt("g.0", 2, OK, 3))
+    assert (ended.reward, ended.call_rewards) == (1.0, [])
 
 
 async def test_a_cancelled_rollout_has_no_reward_and_its_controller_learns_of_it(house):

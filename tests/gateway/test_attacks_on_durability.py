@@ -33,7 +33,7 @@ from harnessed.gateway import store as store_module
 from harnessed.gateway.keys import ADMIN
 from harnessed.gateway.tables import attempts as attempts_table
 from harnessed.gateway.tables import events, rollouts
-from harnessed.records import CloseMode, Ending, GroupSpec, Limits, Outcome, RunSpec, TurnstileState
+from harnessed.records import CloseMode, Ending, EngineSpec, GroupSpec, Limits, Outcome, RunSpec, TurnstileState
 
 USER = {"role": "user", "content": "hello"}
 
@@ -42,7 +42,7 @@ USER = {"role": "user", "content": "hello"}
 async def pair(tmp_path, database):
     """Two gateways on one PostgreSQL."""
     async with open_house(tmp_path, database=database) as house:
-        await asyncio.sleep(2 * peers.SHARED_BEAT_S)  # both know the engine
+        await house.engine_known()
         yield house
 
 
@@ -305,7 +305,7 @@ async def test_a_turnstile_is_not_told_to_be_closed_by_a_gateway_that_lets_calls
     closing yet. Asked right after the closing at the other one, it says `closed` and lets the next call pass."""
     monkeypatch.setattr(peers, "SHARED_BEAT_S", 4.0)
     async with open_house(tmp_path, database=database) as house:
-        await asyncio.sleep(5)  # both know the engine
+        await house.memories[1].know_engines([EngineSpec(id="e", url=house.engine.url, run="r")])
         (attempt,) = await house.attempts()
         assert (await ask(house.urls[1], attempt.key))[0] == 200
         async with AsyncClient(house.urls[1], house.keys.sign(ADMIN)) as other:
@@ -347,7 +347,7 @@ async def test_a_database_that_stood_still_kills_no_gateway(tmp_path, database, 
     lost."""
     monkeypatch.setattr(peers, "LEASE_S", 1.5)
     async with open_house(tmp_path, database=database) as house:
-        await asyncio.sleep(2 * peers.SHARED_BEAT_S)
+        await house.engine_known()
         claimed = await house.attempts(2)
         house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=4)
         asking = [asyncio.create_task(ask(url, each.key)) for url, each in zip(house.urls, claimed, strict=True)]
@@ -511,7 +511,7 @@ async def test_an_expired_attempt_is_recorded_at_both_gateways(tmp_path, databas
     """The end of a lease, unlike every other end, does not let the other gateways record what they generate first."""
     monkeypatch.setattr(app, "_EXPIRY_S", 1000.0)
     async with open_house(tmp_path, database=database) as house:
-        await asyncio.sleep(2 * peers.SHARED_BEAT_S)
+        await house.engine_known()
         (attempt,) = await house.attempts()
         house.engine.script = lambda prompt, call: Scripted(answer("long answer"), stall_at=4)
         asking = asyncio.create_task(ask(house.urls[1], attempt.key))

@@ -5,18 +5,19 @@ after its first byte). Whatever happened, it gets one answer, every recorded tok
 that the client does not have.
 """
 
+import multiprocessing
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import anthropic
 import openai
 import pytest
+from gateway_main import serve
 from listening import listen
 from policies import make_policy
 from scripted_engine import Scripted, ScriptedEngine
@@ -39,7 +40,12 @@ from harnessed.gateway.keys import ADMIN, Keyring
 from harnessed.records import Ending, EngineSpec, Fate, GroupSpec, Limits, Outcome, Reward, RunSpec
 from harnessed.training.samples import account, build
 
-MAIN = Path(__file__).with_name("gateway_main.py")
+# A process that holds what every gateway imports, and is forked for each: else that would be most of what tests do.
+PROCESSES = multiprocessing.get_context("forkserver")
+IMPORTED = (
+    "aiohttp harnessed.client harnessed.gateway.store harnessed.gateway.template prometheus_client uvicorn uvloop"
+)
+PROCESSES.set_forkserver_preload(IMPORTED.split())
 ASKED = [{"role": "user", "content": "Go on, please."}]
 PATIENCE_S = 60
 
@@ -53,19 +59,20 @@ class Mortal:
         self.listener = listen()
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.admin = Client(self.url, Keyring.from_file(folder / "gateway.secret").sign(ADMIN), patience_s=PATIENCE_S)
-        self.process: subprocess.Popen | None = None
+        self.process: BaseProcess | None = None
         self.threads = ThreadPoolExecutor(4)
 
     def start(self, moment: str = "") -> None:
-        command = [sys.executable, str(MAIN), str(self.listener.fileno()), str(self.folder), moment]
-        self.process = subprocess.Popen(command, pass_fds=[self.listener.fileno()])
+        self.process = PROCESSES.Process(target=serve, args=(self.listener, self.folder, moment))
+        self.process.start()
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
 
     def come_back(self) -> None:
         """Started again, once it has died."""
-        assert self.process.wait(PATIENCE_S) == -signal.SIGKILL
+        self.process.join(PATIENCE_S)
+        assert self.process.exitcode == -signal.SIGKILL
         self.start()
         self.admin(renew("me"))
 
@@ -120,7 +127,7 @@ class Mortal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
         self.listener.close()
 
 
@@ -139,7 +146,7 @@ def mortal(tmp_path):
 
 def dies_at(mortal: Mortal, moment: str) -> None:
     mortal.kill()
-    mortal.process.wait()
+    mortal.process.join()
     mortal.start(moment)
     mortal.admin(renew("me"))
 

@@ -29,7 +29,6 @@ from harnessed.client import (
     list_changes,
     open_turnstile,
 )
-from harnessed.gateway import peers
 from harnessed.gateway.keys import ADMIN
 from harnessed.records import CloseMode, Ending, GroupSpec, Outcome, TurnstileState
 from harnessed.training.samples import build
@@ -40,7 +39,7 @@ QUESTION = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 async def house(tmp_path, database):
     async with open_house(tmp_path, database=database) as house:
-        await asyncio.sleep(2 * peers.SHARED_BEAT_S)  # both know the engine
+        await house.engine_known()
         yield house
 
 
@@ -267,7 +266,7 @@ async def test_a_server_that_is_killed_and_started_again_is_waited_for(tmp_path)
     """Calls in progress, and calls that come meanwhile, see no error, and no token is lost."""
     with postgres.server() as server:
         async with open_house(tmp_path, database=server.url) as house:
-            await asyncio.sleep(2 * peers.SHARED_BEAT_S)
+            await house.engine_known()
             attempts = await house.attempts(4)
             house.engine.script = lambda prompt, call: Scripted(answer(f"answer {call}"), delay_s=1)
             begun = [asyncio.create_task(ask(house, i % 2, attempts[i].key)) for i in range(2)]

@@ -3,11 +3,8 @@
 import pytest
 from transcripts import node, transcript
 
-from harnessed.config import Advantage
-from harnessed.records import Fate, Outcome
 from harnessed.training.batching import scored
 from harnessed.training.samples import build
-from harnessed.training.trainer import select
 
 
 def three_samples():
@@ -24,21 +21,3 @@ def test_each_rollout_weighs_the_same_however_many_rows_and_tokens_it_has():
     ]
     # R counts the rollout without tokens: each of the others weighs a third
     assert weights == pytest.approx([1 / 3, 1 / 3, 0])
-
-
-def test_groups_without_a_signal_or_without_members_are_not_taken():
-    def group(name, rewards, outcome=Outcome.OK):
-        return [
-            build(transcript([node(1, 0, [1], [2, 9])], id=f"{name}.{i}", reward=reward, outcome=outcome))
-            for i, reward in enumerate(rewards)
-        ]
-
-    equal, mixed, lost = group("a", [1, 1]), group("b", [1, 0]), group("c", [1, 1], Outcome.INFRASTRUCTURE)
-    alone = [*group("d", [1]), *group("d", [0], Outcome.INFRASTRUCTURE)]
-    taken = select([equal, mixed, lost, alone], Advantage(normalise_deviation=False))
-    assert [sample.rollout for sample in taken.samples] == ["b.0", "b.1"]
-    assert taken.advantages == [0.5, -0.5]
-    assert taken.groups == 1
-    assert [sample.fates for sample in equal] == [{Fate.GROUP_SKIPPED: 2}] * 2
-    assert [sample.fates for sample in lost] == [{Fate.INFRASTRUCTURE: 2}] * 2
-    assert [sample.fates for sample in alone] == [{Fate.GROUP_INCOMPLETE: 2}, {Fate.INFRASTRUCTURE: 2}]

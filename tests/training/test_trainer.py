@@ -11,7 +11,8 @@ from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Turnstile, TurnstileState
 from harnessed.training.backends.local import Update
 from harnessed.training.samples import build
-from harnessed.training.trainer import Trainer, select
+from harnessed.training.selection import select
+from harnessed.training.trainer import Trainer
 
 
 def trainer_with(engine, backend):

@@ -1,7 +1,7 @@
 """`harnessed rollouts`: what a run recorded, for people and scripts. Reads the run's folder; no gateway has to run.
 
-The command line calls `add_commands`. Everything comes from the gateway's database and from the final fates that the
-trainer wrote to transcripts.jsonl.
+`arguments.py` calls COMMANDS. Everything comes from the gateway's database and from the final fates that the trainer
+wrote to transcripts.jsonl.
 """
 
 import argparse
@@ -35,29 +35,6 @@ from harnessed.training.samples import Bound, account, build
 
 COLOURS = {Fate.TRAINED: "green", Fate.EVALUATION: "cyan", Fate.GROUP_SKIPPED: "yellow"}
 """Of tokens by fate; other fates are red, prompt tokens are dim."""
-
-
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `harnessed rollouts`."""
-    commands = parser.add_subparsers(required=True, metavar="list|show|logs|export|prune")
-    for name, run, description in (
-        ("list", _list, "one line for each rollout"),
-        ("show", _show, "the transcript of one rollout as a tree"),
-        ("logs", _logs, "what the agent's processes printed, if the attempt's folder was kept"),
-        ("export", _export, "rows as training sees them: token ids, loss mask, log-probabilities, versions"),
-        ("prune", _prune, "delete what an ended run said, and keep how it ended"),
-    ):
-        command = commands.add_parser(name, help=description, description=description)
-        command.add_argument("folder", type=Path, metavar="RUN", help="the run's folder")
-        command.set_defaults(run=run)
-        if name in ("show", "logs"):
-            command.add_argument("rollout", metavar="ROLLOUT", help="its id, or an end of it that is unique")
-        if name == "show":
-            command.add_argument("--tokens", action="store_true", help="every token, coloured by its fate")
-        if name == "export":
-            command.add_argument("out", type=Path, metavar="OUT.jsonl|OUT.parquet")
-        if name == "prune":
-            command.add_argument("--older-than", type=float, default=7, metavar="DAYS", help="days since it ended; 7")
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -214,3 +191,6 @@ def _text(message: dict[str, Any]) -> str:
 def _console() -> Console:
     # Into a pipe nothing is cut to fit.
     return Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 300)
+
+
+COMMANDS = {"list": _list, "show": _show, "logs": _logs, "export": _export, "prune": _prune}

@@ -15,7 +15,7 @@ from harnessed.controller.folders import AttemptFolder, in_thread
 from harnessed.controller.orders import Bounds, Exit, Order
 from harnessed.controller.spawner import Spawner, TemplateError
 from harnessed.controller.verdict import judge, read_verdict
-from harnessed.records import Task
+from harnessed.records import Reward, Task
 
 _COPY_BYTES = 1 << 30
 _VERDICT_BYTES = 1 << 16
@@ -36,8 +36,8 @@ class Evaluation:
         self._bounds = bounds
         self._environment = environment
 
-    async def __call__(self, task: Task, folder: AttemptFolder) -> dict[str, float]:
-        """The reward and its parts, as `{"reward": ..., part: ...}`. Raises EvaluatorBroken."""
+    async def __call__(self, task: Task, folder: AttemptFolder) -> Reward:
+        """The evaluator's verdict. Raises EvaluatorBroken."""
         reason = ""
         place = folder.path.with_name(folder.path.name + ".evaluation")
         try:
@@ -54,7 +54,7 @@ class Evaluation:
         finally:
             await in_thread(folders.remove, place)
 
-    async def _try(self, task: Task, folder: AttemptFolder, place: Path, number: int) -> dict[str, float]:
+    async def _try(self, task: Task, folder: AttemptFolder, place: Path, number: int) -> Reward:
         copy = place / "copy"
         await in_thread(_lay_out, task, folder, place)
         order = Order(
@@ -72,7 +72,7 @@ class Evaluation:
         exit_ = await self._spawner.run(order, self._settings.time_limit_s)
         return self._verdict(exit_, place)
 
-    def _verdict(self, exit_: Exit, place: Path) -> dict[str, float]:
+    def _verdict(self, exit_: Exit, place: Path) -> Reward:
         if exit_.failure:
             raise _NoVerdict(f"could not be started: {exit_.failure}")
         if exit_.timed_out:

@@ -138,12 +138,10 @@ class LocalRunner:
         if ending.outcome not in TRAINED_OUTCOMES:
             return Ended(ending)
         try:
-            parts = await self._evaluate(task, folder)
+            verdict = await self._evaluate(task, folder)
         except EvaluatorBroken as error:
             return Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason=str(error)), final=True)
-        ending.reward = parts.pop("reward")
-        ending.parts = parts
-        return Ended(ending)
+        return Ended(ending.model_copy(update=dict(verdict)))
 
     async def _tidy(self, folder: AttemptFolder, outcome: Outcome) -> None:
         keep = self._config.controller.keep_folders

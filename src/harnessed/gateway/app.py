@@ -31,7 +31,7 @@ from harnessed.gateway.engines import Engines
 from harnessed.gateway.exchange import Exchange
 from harnessed.gateway.instruments import Instruments, Readings
 from harnessed.gateway.intake import Intake
-from harnessed.gateway.keys import Keyring
+from harnessed.gateway.keys import SECRET, Keyring
 from harnessed.gateway.peers import Peers
 from harnessed.gateway.probes import probe_routes
 from harnessed.gateway.progress import Calls
@@ -46,7 +46,6 @@ from harnessed.gateway.web.pages import Pages
 
 log = logging.getLogger(__name__)
 DATABASE = "gateway.db"
-SECRET = "gateway.secret"
 _EXPIRY_S = 5.0
 KEEP_ALIVE_S = 3600
 """Agents are silent for long between two calls; a connection closed under them would cost them a failed request."""
@@ -85,6 +84,10 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone.set_result(None)
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # of one that broke too, which the timer would keep
+        # Nor is it kept by what points back to it: old cycles are hardly ever looked for.
+        self.pipeline.clear()
+        self.scope = self.cycle = None  # type: ignore[assignment]
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()  # the application begins after this

@@ -4,19 +4,16 @@
 """
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import aiohttp
 
+from harnessed.gateway.channel import Channels, Lost
 from harnessed.gateway.dialects import (
     NOTHING,
     PATHS,
-    STREAM,
     Generated,
     Generation,
     NoAnswer,
@@ -30,7 +27,6 @@ from harnessed.gateway.progress import waits_for
 from harnessed.gateway.routing import Routing, Server, reason_in
 from harnessed.records import Dialect, Engine, EngineSpec
 
-CONNECT_LIMIT_S = 5.0
 INTERRUPT_LIMIT_S = 5.0
 LAST_WORDS_S = 8.0
 """How long an engine that is interrupted at the limit of a generation has to answer; then its connection is closed."""
@@ -61,10 +57,6 @@ class Interrupted(EngineFailed):
     """What was wrong with the engines while it waited for one."""
 
 
-class _Lost(Exception):
-    """The connection broke, or was never made; the text says how."""
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
     """A generation that somebody asked for."""
@@ -78,6 +70,8 @@ class _Running:
     lost: set[str] = field(default_factory=set)
     """Engines to which its connection broke."""
     unwanted: bool = False
+    ending: "asyncio.Task[None] | None" = None
+    """It is interrupted because its time is over."""
 
 
 async def _always(_run: str, _rollout: str) -> bool:
@@ -85,19 +79,18 @@ async def _always(_run: str, _rollout: str) -> bool:
 
 
 class Engines:
-    """The engines of all runs. One HTTP session for all of them; close it at the end."""
+    """The engines of all runs. Close it at the end."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._running: dict[str, _Running] = {}
         """By the generation's id."""
+        self._channels = Channels()
+        """For generations."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, socket_factory=_make_socket),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
-            # What engines have no use for takes a third of the client's time.
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
         )
+        """For all else."""
         self.sampled: Counter[str] = Counter()
         """Engine -> tokens that it gave."""
         self.may_go_on: Callable[[str, str], Awaitable[bool]] = _always
@@ -198,6 +191,7 @@ class Engines:
     async def close(self) -> None:
         await self._routing.close()
         await self._session.close()
+        self._channels.close()
 
     async def _until_whole(
         self, run: str, rollout: str, generation: Generation, running: _Running, preview: Preview | None
@@ -225,7 +219,7 @@ class Engines:
                     raise EngineFailed(failed)
                 if not await self.may_go_on(run, rollout):
                     raise Interrupted("its turnstile is closed")
-            except _Lost as error:
+            except Lost as error:
                 failed = f"engine {server.spec.id} was lost: {error}"
                 running.lost.add(server.spec.id)
                 self._routing.doubt(server, str(error))
@@ -258,26 +252,25 @@ class Engines:
     async def _ask(
         self, server: Server, generation: Generation, running: _Running, preview: Preview | None
     ) -> Generated:
-        """One answer, whole or broken off. What a stream has shown of one that is lost is kept. Raises _Lost or
+        """One answer, whole or broken off. What a stream has shown of one that is lost is kept. Raises Lost or
         EngineFailed."""
         pieces: list[Generated] = []
         waits_for(f"engine {server.spec.id}")
         running.server = server
         server.in_flight += 1
         try:
-            async with asyncio.timeout_at(running.deadline + LAST_WORDS_S) as limit:
-                ending: list[asyncio.Task[None]] = []
-                end = partial(self._end_at_the_limit, generation.id, running, limit)
+            async with asyncio.timeout(None) as limit:
                 timer = asyncio.get_running_loop().call_at(
-                    running.deadline, lambda: ending.append(asyncio.create_task(end()))
+                    running.deadline, self._end_at_the_limit, generation.id, running, limit
                 )
                 try:
                     return await self._send(server.spec, generation, preview, pieces)
                 finally:
                     timer.cancel()
-                    for each in ending:
-                        each.cancel()
-        except _Lost:
+                    if running.ending:
+                        running.ending.cancel()
+                        running.ending = None
+        except Lost:
             running.kept = running.kept.then(shown(pieces))
             # It may still run there: an engine does not see at once that its client is gone.
             await self._interrupt(server.spec, generation.id, LOST_LIMIT_S)
@@ -290,12 +283,17 @@ class Engines:
             server.in_flight -= 1
             running.server = None
 
-    async def _end_at_the_limit(self, id: str, running: _Running, limit: asyncio.Timeout) -> None:
+    def _end_at_the_limit(self, id: str, running: _Running, limit: asyncio.Timeout) -> None:
         """So that no second generation begins while the first still runs: what can be interrupted answers with its
         tokens; of the others, the connection is closed, which ends a generation of vLLM."""
-        chats = running.server is not None and running.server.spec.speaks == Dialect.CHAT
-        if chats or not await self._end(id):
-            limit.reschedule(asyncio.get_running_loop().time())
+
+        async def end() -> None:
+            chats = running.server is not None and running.server.spec.speaks == Dialect.CHAT
+            if chats or not await self._end(id):
+                limit.reschedule(asyncio.get_running_loop().time())
+
+        limit.reschedule(running.deadline + LAST_WORDS_S)
+        running.ending = asyncio.create_task(end())
 
     async def _end(self, id: str) -> bool:
         """Interrupt a generation where it runs; false: it cannot be."""
@@ -314,7 +312,8 @@ class Engines:
         """Whether the engine knew of it; None: it cannot be told."""
         try:
             limit = aiohttp.ClientTimeout(total=limit_s)
-            async with self._session.post(f"{engine.url}/interrupt", json={"id": id}, timeout=limit) as response:
+            asked = self._session.post(f"{engine.url}/interrupt", json={"id": id}, timeout=limit, allow_redirects=False)
+            async with asked as response:
                 return bool((await response.json())["found"]) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
@@ -322,49 +321,46 @@ class Engines:
     async def _send(
         self, engine: EngineSpec, generation: Generation, preview: Preview | None, pieces: list[Generated]
     ) -> Generated:
-        """`pieces`: gets what a stream shows. Raises _Lost or EngineFailed."""
-        headers = {"content-type": "application/json"}
-        url = engine.url + PATHS[engine.speaks]
+        """`pieces`: gets what a stream shows. Raises Lost or EngineFailed."""
         try:
-            body = ask(engine, generation, stream=preview is not None)
-            async with self._session.post(url, data=body, headers=headers) as response:
-                if preview and response.content_type == STREAM:
-                    body = await _follow(response, preview, pieces)
-                else:
-                    body = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise _Lost(f"{type(error).__name__} {error}".strip()) from error
+            asked = ask(engine, generation, stream=preview is not None)
+            follow = _Lines(preview, pieces) if preview else None
+            status, body = await self._channels.post(engine.url + PATHS[engine.speaks], asked, follow)
+            if status == 200:
+                return read(engine, body)
         except NoAnswer as error:
             raise EngineFailed(f"engine {engine.id} {error}") from error
-        except aiohttp.ClientError as error:
-            raise EngineFailed(f"engine {engine.id}: {type(error).__name__} {error}") from error
-        if response.status == 400 and b"context length" in body:  # the words of OpenAI and vLLM
-            raise ContextTooLong(reason_in(body, response.status))
-        if response.status == 400 and engine.speaks == Dialect.CHAT:
-            raise RequestRefused(reason_in(body, response.status))
-        if response.status >= 500 and not body.startswith(b"{"):
+        if status == 400 and b"context length" in body:  # the words of OpenAI and vLLM
+            raise ContextTooLong(reason_in(body, status))
+        if status == 400 and engine.speaks == Dialect.CHAT:
+            raise RequestRefused(reason_in(body, status))
+        if status >= 500 and not body.startswith(b"{"):
             # Not the engine's own words: its server that is being ended, or a proxy in front of nothing.
-            raise _Lost(reason_in(body, response.status))
-        if response.status != 200:
-            raise EngineFailed(f"engine {engine.id}: {reason_in(body, response.status)}")
-        try:
-            return read(engine, body)
-        except NoAnswer as error:
-            raise EngineFailed(f"engine {engine.id} {error}") from error
+            raise Lost(reason_in(body, status))
+        raise EngineFailed(f"engine {engine.id}: {reason_in(body, status)}")
 
 
-async def _follow(response: aiohttp.ClientResponse, preview: Preview, pieces: list[Generated]) -> bytes:
-    """Show the tokens of a stream; its last line, which is the whole answer. Raises NoAnswer."""
-    rest = b""
-    async for piece in response.content.iter_any():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
+class _Lines:
+    """The lines of a stream. A `Follow`: it shows the tokens, and gives the last line, which is the whole answer."""
+
+    def __init__(self, preview: Preview, pieces: list[Generated]) -> None:
+        self._preview = preview
+        self._pieces = pieces
+        self._begun: list[bytes] = []
+        """Of a line whose end is still to come."""
+
+    def __call__(self, piece: bytes) -> bytes | None:
+        """Raises NoAnswer."""
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            line, self._begun = b"".join([*self._begun, end]), []
             new = read_preview(line)
             if new is None:
                 return line
-            pieces.append(new)
-            preview.add(new.tokens)
-    raise NoAnswer("ended its stream without an answer")
+            self._pieces.append(new)
+            self._preview.add(new.tokens)
+        self._begun.append(rest)
+        return None
 
 
 def _waits() -> Iterable[float]:
@@ -372,14 +368,3 @@ def _waits() -> Iterable[float]:
     yield from _BACKOFF_S
     while True:
         yield _BACKOFF_S[-1]
-
-
-def _make_socket(address: Any) -> socket.socket:
-    """A generation may say nothing for long; that the machine at its other end is gone is noticed in half a minute."""
-    made = socket.socket(*address[:3])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has these. The last is for a request that is not acknowledged, in milliseconds.
-    for name, value in {"KEEPIDLE": 10, "KEEPINTVL": 5, "KEEPCNT": 4, "USER_TIMEOUT": 30_000}.items():
-        if option := getattr(socket, f"TCP_{name}", None):
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from harnessed.config import ConfigError
 
+SECRET = "gateway.secret"
+"""Name of its file."""
 SECRET_BYTES = 32
 _MOST_REMEMBERED = 1_000
 """Keys that need no second check: every call of an attempt comes with the same one."""

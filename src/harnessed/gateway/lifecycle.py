@@ -33,6 +33,9 @@ from harnessed.records import (
 
 MOST_EVENTS = 10_000
 """Of an attempt, from its agent."""
+NO_REWARD: dict[str, Any] = {"reward": None, "parts": {}, "call_rewards": []}
+"""The columns that an evaluator fills, when none has."""
+
 LEASE_S = 30.0
 """How long a controller keeps its attempts without renewing."""
 
@@ -97,7 +100,7 @@ def _create_group(connection: Connection, spec: GroupSpec, now: float) -> None:
             "state": State.QUEUED,
             "attempt": 0,
             "reason": "",
-            "parts": {},
+            **NO_REWARD,
             "created": now,
         }
         for index in range(spec.n)
@@ -217,10 +220,10 @@ def end_attempt(connection: Connection, rollout: str, number: int, ending: Endin
     _retire(connection, rollout, number, now)
     if outcome == Outcome.INFRASTRUCTURE and number < tries:
         return _queue_again(connection, record)
-    reward, parts = record.reward, record.parts
-    if outcome not in (Outcome.INFRASTRUCTURE, Outcome.CANCELLED) and reward is None:
-        reward, parts = ending.reward, ending.parts
-    return _finish(connection, record, outcome, reason, reward, parts, now)
+    judged: Rollout | Ending = record
+    if outcome not in (Outcome.INFRASTRUCTURE, Outcome.CANCELLED) and record.reward is None:
+        judged = ending
+    return _finish(connection, record, outcome, reason, _reward(judged), now)
 
 
 def _is_told_again(record: Rollout, outcome: Outcome) -> bool:
@@ -269,7 +272,7 @@ def cancel_rollout(connection: Connection, id: str, now: float) -> Rollout:
     if record.state == State.FINISHED:
         return record
     _retire(connection, id, record.attempt, now)
-    return _finish(connection, record, Outcome.CANCELLED, "cancelled on request", None, {}, now)
+    return _finish(connection, record, Outcome.CANCELLED, "cancelled on request", NO_REWARD, now)
 
 
 def unfinished(connection: Connection, run: str) -> list[str]:
@@ -306,11 +309,11 @@ def post_reward(connection: Connection, id: str, reward: Reward) -> Rollout:
     """Keep the first reward that is posted while the rollout is not finished. The same one again is accepted: its first
     answer may have been lost."""
     record = get_rollout(connection, id)
-    if (record.reward, record.parts) == (reward.reward, reward.parts):
+    if _reward(record) == _reward(reward):
         return record
     if record.state == State.FINISHED or record.reward is not None:
         raise Refused(409, f"rollout {id} has its reward or is finished already")
-    connection.execute(update(rollouts).where(rollouts.c.id == id).values(reward=reward.reward, parts=reward.parts))
+    connection.execute(update(rollouts).where(rollouts.c.id == id).values(_reward(reward)))
     return get_rollout(connection, id)
 
 
@@ -345,7 +348,7 @@ def _retire(connection: Connection, rollout: str, number: int, now: float) -> No
 
 def _queue_again(connection: Connection, record: Rollout) -> Rollout:
     # A reward that was posted belongs to the attempt that failed.
-    values: dict[str, Any] = {"state": State.QUEUED, "reward": None, "parts": {}}
+    values: dict[str, Any] = {"state": State.QUEUED, **NO_REWARD}
     connection.execute(update(rollouts).where(rollouts.c.id == record.id).values(values))
     journal(connection, ChangeKind.ROLLOUT, record.id, record.run, State.QUEUED)
     return record.model_copy(update=values)
@@ -356,18 +359,10 @@ def _finish(
     record: Rollout,
     outcome: Outcome,
     reason: str,
-    reward: float | None,
-    parts: dict[str, float],
+    reward: dict[str, Any],
     now: float,
 ) -> Rollout:
-    values: dict[str, Any] = {
-        "state": State.FINISHED,
-        "outcome": outcome,
-        "reason": reason,
-        "reward": reward,
-        "parts": parts,
-        "finished": now,
-    }
+    values = {"state": State.FINISHED, "outcome": outcome, "reason": reason, "finished": now} | reward
     connection.execute(update(rollouts).where(rollouts.c.id == record.id).values(values))
     journal(connection, ChangeKind.ROLLOUT, record.id, record.run, outcome)
     unfinished = select(func.count()).where(and_(rollouts.c.group == record.group, rollouts.c.state != State.FINISHED))
@@ -375,6 +370,11 @@ def _finish(
         connection.execute(update(groups).where(groups.c.id == record.group).values(complete=True))
         journal(connection, ChangeKind.GROUP, record.group, record.run, "complete")
     return record.model_copy(update=values)
+
+
+def _reward(judged: Rollout | Ending | Reward) -> dict[str, Any]:
+    """The columns that an evaluator fills."""
+    return {"reward": judged.reward, "parts": judged.parts, "call_rewards": judged.call_rewards}
 
 
 def _find(connection: Connection, table: Any, condition: Any) -> RowMapping | None:

@@ -4,6 +4,8 @@ Nothing is written here that is said elsewhere: routes and types are those of `a
 `client.py` and `records.py`. Neither needs a key, for neither says anything of this gateway.
 """
 
+import asyncio
+import functools
 import inspect
 import re
 from collections.abc import Iterable
@@ -38,16 +40,24 @@ _STATUSES = {
 
 
 def description_routes(operations: list[Operation]) -> list[Route]:
-    described = describe(operations)
-    json = orjson.dumps(described, option=orjson.OPT_INDENT_2)
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    html = environment.from_string(PAGE.read_text(encoding="utf-8")).render(api=described, schemas=_SCHEMAS)
+    """Written when somebody asks for the first time: it takes a tenth of a second, which no start should wait for, and
+    no call."""
+
+    @functools.cache
+    def json() -> bytes:
+        return orjson.dumps(describe(operations), option=orjson.OPT_INDENT_2)
+
+    @functools.cache
+    def html() -> str:
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        page = environment.from_string(PAGE.read_text(encoding="utf-8"))
+        return page.render(api=describe(operations), schemas=_SCHEMAS)
 
     async def openapi(_: Request) -> Response:
-        return Response(json, media_type="application/json")
+        return Response(await asyncio.to_thread(json), media_type="application/json")
 
     async def docs(_: Request) -> Response:
-        return HTMLResponse(html)
+        return HTMLResponse(await asyncio.to_thread(html))
 
     return [Route("/api/openapi.json", openapi), Route("/api/docs", docs)]
 

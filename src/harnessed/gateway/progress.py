@@ -177,6 +177,8 @@ class Calls:
             self._open.discard(progress)
             self._ended(progress, time.perf_counter() - progress.arrived)
             _tell(progress)
+            # A connection to an engine that was opened for the call keeps this, and an error all that its frames held.
+            progress.error = None
 
 
 def _tell(progress: Progress) -> None:

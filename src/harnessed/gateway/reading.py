@@ -5,7 +5,7 @@ the text was cut into pieces. Text that may open something is held back until it
 and does not turn out to be one stays text, byte for byte. White space between the parts belongs to the format.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harnessed.gateway.formats import Call, CallFormat, Format, Types
@@ -47,7 +47,10 @@ class Reader:
         self._types = types or {}
         self._format = format.calls if types is not None else None
         self._open, self._close = format.thinks or ("", "")
-        self._read = self._read_reasoning if format.thinking else self._read_beginning
+        # No bound method: it would keep the reader until somebody looks for cycles.
+        self._state: Callable[[Reader, bool], Piece] = (
+            Reader._read_reasoning if format.thinking else Reader._read_beginning
+        )
         self._thought = False
         """There was some reasoning."""
         self._held = ""
@@ -62,11 +65,14 @@ class Reader:
         self._held += text
         return self._read(True)
 
+    def _read(self, last: bool) -> Piece:
+        return self._state(self, last)
+
     def _read_beginning(self, last: bool) -> Piece:
         begun = self._held.lstrip()
         if self._open and begun.startswith(self._open):
             self._held = begun.removeprefix(self._open)
-            self._read = self._read_reasoning
+            self._state = Reader._read_reasoning
             return self._read(last)
         if self._open and not last and self._open.startswith(begun):
             return Piece()
@@ -83,7 +89,7 @@ class Reader:
         if not closed:
             return piece
         self._held = rest
-        self._read = self._read_gap
+        self._state = Reader._read_gap
         return piece + self._read(last)
 
     def _read_gap(self, last: bool) -> Piece:
@@ -101,7 +107,7 @@ class Reader:
                 return Piece()
             if not begun.startswith(self._format.opens):
                 self._format = None
-        self._read = self._read_text
+        self._state = Reader._read_text
         return self._read(last)
 
     def _read_text(self, last: bool) -> Piece:

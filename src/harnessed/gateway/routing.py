@@ -80,6 +80,9 @@ class Routing:
     def choose(self, run: str, rollout: str, lost: Collection[str]) -> Server | None:
         """Where the rollout's next generation runs; None: no engine of the run is healthy now. `lost`: engines that
         failed this generation, the last ones to be asked again."""
+        at_home = self._servers.get(self._homes.get(rollout, ""))
+        if at_home and at_home.spec.run == run and at_home.health.healthy and at_home.spec.id not in lost:
+            return at_home
         healthy = [server for server in self.servers(run) if server.health.healthy]
         fit = [server for server in healthy if server.spec.id not in lost] or healthy
         if not fit:
@@ -142,8 +145,9 @@ class Routing:
         while True:
             await self.ask(server)
             with suppress(TimeoutError):
-                every = HEALTHY_EVERY_S if server.health.healthy else UNHEALTHY_EVERY_S
-                await asyncio.wait_for(server.doubted.wait(), every)
+                # Not `wait_for`: that of Python 3.11 misses its cancellation if the event is set in the same moment.
+                async with asyncio.timeout(HEALTHY_EVERY_S if server.health.healthy else UNHEALTHY_EVERY_S):
+                    await server.doubted.wait()
             server.doubted.clear()
 
     def _hear(self, server: Server, health: Engine) -> None:
@@ -166,7 +170,7 @@ async def ask_health(session: aiohttp.ClientSession, spec: EngineSpec) -> Engine
     fields = spec.model_dump()
     try:
         limit = aiohttp.ClientTimeout(total=HEALTH_LIMIT_S)
-        async with session.get(f"{spec.url}/health", timeout=limit) as response:
+        async with session.get(f"{spec.url}/health", timeout=limit, allow_redirects=False) as response:
             body = await response.read()
         if response.status != 200:
             return Engine(**fields, healthy=False, reason=reason_in(body, response.status))
@@ -189,6 +193,8 @@ async def ask_health(session: aiohttp.ClientSession, spec: EngineSpec) -> Engine
 
 def reason_in(body: bytes, status: int) -> str:
     """The engine's own words, where it speaks our protocol; else the beginning of what it said."""
+    if 300 <= status < 400:
+        return f"status {status}: redirects are not followed; register it with the address that they lead to"
     try:
         return str(orjson.loads(body)["error"]["message"])
     except (orjson.JSONDecodeError, KeyError, TypeError):

@@ -110,6 +110,7 @@ rollouts = Table(
     Column("reason", String, nullable=False),
     Column("reward", Float),
     Column("parts", JSON, nullable=False),
+    Column("call_rewards", JSON, nullable=False, server_default="[]"),
     Column("created", Float, nullable=False),
     Column("started", Float),
     Column("finished", Float),

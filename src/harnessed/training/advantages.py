@@ -27,10 +27,10 @@ def call_advantages(groups: list[list[Returns]], settings: Advantage) -> list[li
     In means and deviations a rollout counts once: each of its n calls counts 1/n.
 
     grpo: (G - mean) / deviation, of the group (DeepSeekMath, arXiv 2402.03300, section 4.1.2). The deviation is the
-    sample's (divided by rollouts - 1). Without `normalise_deviation` G - mean (Dr. GRPO, arXiv 2503.20783, section 3.2).
-    rloo: G - mean of the other rollouts (arXiv 2402.14740, section 2.3, equation 8); 0 in a group of one.
-    reinforce_plus_plus: G - mean of the group, then less its mean and divided by its deviation over all groups
-    (arXiv 2501.03262, REINFORCE++ with baseline).
+    sample's (divided by rollouts - 1). Without `normalise_deviation`: G - mean (Dr. GRPO, 2503.20783, section 3.2).
+    rloo: G - mean of the other rollouts (arXiv 2402.14740, the RLOO estimator of section 2.3); 0 in a group of one.
+    reinforce_plus_plus: A = G - mean of the group, then (A - mean) / deviation over all groups of the update
+    (REINFORCE++ with baseline, arXiv 2501.03262).
     """
     if settings.kind == "gae":
         raise ValueError("trainer.advantage.kind: gae needs values of a critic; call advantages.gae for each rollout")

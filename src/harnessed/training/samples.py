@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harnessed.records import TRAINED_OUTCOMES, Attempt, Fate, Node, Outcome, Overlong, Purpose, Transcript
+from harnessed.training.calls import Calls, calls_of, spread
 from harnessed.training.failures import RowTooLong
 
 Fates = Counter[Fate]
@@ -54,6 +55,9 @@ class Sample:
     rows: list[Row] = field(default_factory=list)
     fates: Fates = field(default_factory=Counter)
     """Adds up to all tokens sampled for the rollout. `trained` holds until the group or the update is skipped."""
+    calls: Calls = field(default_factory=list)
+    call_rewards: list[float] = field(default_factory=list)
+    """One for each of the calls."""
 
     @property
     def trained_tokens(self) -> int:
@@ -85,6 +89,9 @@ def build(transcript: Transcript, bound: Bound = UNBOUND) -> Sample:
     for attempt in transcript.attempts:
         rows, ledger = account(transcript, attempt, bound)
         sample.rows += rows
+        if attempt.number == rollout.attempt:
+            sample.calls = calls_of(attempt)
+            sample.call_rewards = spread(rollout.call_rewards, len(sample.calls))
         for portions in ledger.values():
             for fate, tokens in portions:
                 sample.fates[fate] += tokens

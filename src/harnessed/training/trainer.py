@@ -11,19 +11,17 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
-from harnessed.config import Advantage, Config
+from harnessed.config import Config
 from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Transcript, Version
-from harnessed.training.advantages import advantages, all_equal
 from harnessed.training.backends.local import LocalBackend, Update
-from harnessed.training.batching import optimiser_steps, scored
+from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
@@ -32,19 +30,11 @@ from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, complaint
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
+from harnessed.training.selection import Taken, select
 from harnessed.training.tasks import take
 
 DRAIN_LIMIT_S = 120
 """Longest wait for the engine to finish what it generates before an update."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """What an optimiser step takes: whole groups, an advantage for each sample."""
-
-    samples: list[Sample]
-    advantages: list[float]
-    groups: int
 
 
 @contextlib.contextmanager
@@ -283,7 +273,7 @@ def _oddities(groups: list[list[Transcript]]) -> dict[str, int]:
 
 def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[list[Pack]]:
     """The packs of each optimiser step, which takes whole groups. A step without a trained token is left out."""
-    by_group: dict[str, list[tuple[Sample, float]]] = defaultdict(list)
+    by_group: dict[str, list[tuple[Sample, Advantages]]] = defaultdict(list)
     for sample, advantage in zip(taken.samples, taken.advantages, strict=True):
         by_group[sample.rollout.rpartition(".")[0]].append((sample, advantage))
     objective, groups, steps = settings.objective, list(by_group.values()), []
@@ -293,21 +283,3 @@ def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[lis
         grouped = [list(islice(rows, len(groups[number]))) for number in chosen]
         steps.append(pack(grouped, settings.micro_batch_tokens, settings.share_prefixes))
     return [packs for packs in steps if packs]
-
-
-def select(groups: list[list[Sample]], settings: Advantage) -> Taken:
-    """Groups that can be compared, with their advantages; the others' tokens get the fate that says why not."""
-    taken: list[list[Sample]] = []
-    rewards: list[list[float]] = []
-    for group in groups:
-        members = [sample for sample in group if sample.reward is not None]
-        judged = [sample.reward for sample in members if sample.reward is not None]
-        alone = len(members) < 2
-        if alone or (settings.equal_groups == "skip" and all_equal([[reward] for reward in judged])):
-            for sample in members:
-                sample.give_up(Fate.GROUP_INCOMPLETE if alone else Fate.GROUP_SKIPPED)
-            continue
-        taken.append(members)
-        rewards.append(judged)
-    compared = advantages(rewards, settings)
-    return Taken(list(chain.from_iterable(taken)), list(chain.from_iterable(compared)), len(taken))

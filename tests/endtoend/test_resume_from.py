@@ -1,0 +1,45 @@
+"""Two runs of the command line: the second goes on from a checkpoint of the first."""
+
+import json
+
+from command import harnessed, make_config
+
+TRAINER = {
+    "steps": 2,
+    "optimiser_steps": 2,
+    "epochs": 2,
+    "lora": {"rank": 4},
+    "gradient_checkpointing": True,
+    "objective": {"kl": {"coefficient": 0.01}},
+}
+
+
+def run(config, folder, *overrides):
+    """The command, its metrics by step, and its summary."""
+    done = harnessed("train", config, f"run.folder={folder}", *overrides, limit_s=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    return {line["step"]: line for line in lines if "version" in line}, summary
+
+
+def tasks(folder):
+    lines = [json.loads(line) for line in (folder / "transcripts.jsonl").read_text().splitlines()]
+    return [json.dumps(line["task"]) for line in lines if line["purpose"] == "train"]
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    config = make_config(tmp_path, trainer=TRAINER)
+    first, _ = run(config, tmp_path / "first")
+    checkpoint = tmp_path / "first" / "checkpoints" / "step-00002"
+    second, summary = run(config, tmp_path / "second", f"trainer.resume_from={checkpoint}", "trainer.steps=3")
+    assert list(first) == [1, 2]
+    assert list(second) == [3]
+    assert first[1]["optimiser_steps"] > 1
+    assert second[3]["version"] == [1, first[2]["version"][1] + 2]
+    assert second[3]["kl_reference"] > 0  # the reference is still the first run's start
+    assert summary["steps"] == 3
+    assert sum(summary["fates"].values()) == summary["sampled_tokens"] == summary["engine_sampled_tokens"]
+    assert not set(tasks(tmp_path / "first")) & set(tasks(tmp_path / "second"))
+    assert (tmp_path / "second" / "checkpoints" / "step-00003" / "adapter").is_dir()
+    assert second[3]["logprob_difference_max"] < 1e-3  # the engine serves what is trained

@@ -70,7 +70,7 @@ trackers: .cache/trackers
 	@echo "trackers: installs W&B, MLflow and trackio into an environment of their own (370 MB); one to two minutes"
 	@rm -rf $@ $@.new
 	@$(PYTHON) -m venv $@.new
-	@$@.new/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r $<
+	@$@.new/bin/pip install --quiet --disable-pip-version-check -r $<
 	@mv $@.new $@ && touch $@
 
 harnesses: .cache/harnesses

@@ -1,6 +1,7 @@
 """What a run tells its gateway for the dashboard, and that no run depends on it."""
 
 import json
+import sys
 
 from transcripts import node, transcript
 
@@ -40,3 +41,24 @@ def test_a_gateway_that_does_not_take_them_ends_no_run(tmp_path):
         Report(tmp_path, Posted(failure), "r", notes.append).metrics(1, {})
         assert len(notes) == 1 and str(failure) in notes[0]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_once_and_ends_no_run(tmp_path, monkeypatch):
+    notes = []
+    report = Report(tmp_path, Posted(), "r", notes.append)
+    report.metrics(1, {"reward_mean": 0.5})
+    report.curve()
+    drawn = (tmp_path / "curve.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG") and notes == []
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report.curve()
+    report.curve()
+    assert len(notes) == 1 and "no curve.png" in notes[0]
+    assert (tmp_path / "curve.png").read_bytes() == drawn
+
+
+def test_trackers_get_what_the_file_gets(tmp_path):
+    tracked = []
+    report = Report(tmp_path, Posted(), "r", print, lambda step, metrics: tracked.append((step, metrics)))
+    report.metrics(3, {"reward_mean": 0.5})
+    assert tracked == [(3, {"reward_mean": 0.5})]

@@ -57,6 +57,9 @@ def test_staleness_counts_from_the_oldest_trained_token_of_a_rollout_over_lineag
     fresh, mixed = sample(Version(1, 7).pack()), sample(Version(0, 4).pack(), Version(1, 6).pack())
     line = of_taken(Taken([fresh, mixed], [1.0, -1.0], 1), Version(1, 7))
     assert (line["staleness_mean"], line["staleness_max"]) == (1.5, 3)
+    context = node(1, 0, [1], [2, 9], version=Version(0, 2).pack(), logprobs=[])  # cannot be trained
+    behind = build(transcript([context, node(2, 1, [1], [2, 9], version=Version(1, 6).pack())]))
+    assert of_taken(Taken([behind], [1.0], 1), Version(1, 7))["staleness_max"] == 1
     unknown = of_taken(Taken([sample(-1)], [1.0], 1), Version(1, 7))
     assert unknown["staleness_mean"] is unknown["staleness_max"] is None
 

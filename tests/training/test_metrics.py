@@ -47,12 +47,10 @@ def test_a_step_in_which_nothing_could_be_judged_has_no_reward():
 
 
 def test_staleness_counts_from_the_oldest_trained_token_of_a_rollout_over_lineages():
-    def sample(*versions, delivered=True):
-        nodes = [
-            node(i, i - 1, [1], [2, 9], version=version, delivered=delivered or i == len(versions))
-            for i, version in enumerate(versions, 1)
-        ]
-        return build(transcript(nodes))
+    def sample(*versions):
+        return build(
+            transcript([node(i, i - 1, [1], [2, 9], version=version) for i, version in enumerate(versions, 1)])
+        )
 
     fresh, mixed = sample(Version(1, 7).pack()), sample(Version(0, 4).pack(), Version(1, 6).pack())
     line = of_taken(Taken([fresh, mixed], [1.0, -1.0], 1), Version(1, 7))

@@ -137,7 +137,8 @@ class Harness(Settings):
 
 
 class Evaluator(Settings):
-    """Judges what an attempt left: a number, or a mapping with `reward` and named parts."""
+    """Judges what an attempt left: a number, or a mapping with `reward`, named parts, and `call_rewards` for single
+    calls if it likes (docs/your-agent.md)."""
 
     function: FunctionName | None = None
     """Called with (task, folder): the whole task, and a copy of the attempt's folder."""

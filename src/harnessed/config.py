@@ -338,6 +338,16 @@ class Lora(Settings):
     """Names of the linear layers that get one, such as `[q_proj, v_proj]`. None: all but the output layer."""
 
 
+class Critic(Settings):
+    """With `trainer.advantage.kind: gae`: a model as large as the policy that learns what rollouts are worth."""
+
+    optimiser: Optimiser = Optimiser(learning_rate=1e-5)
+    epochs: int = Field(1, ge=1)
+    """Steps of its optimiser for each update, each over all calls."""
+    clip: float | None = Field(0.2, gt=0)
+    """A value is not rewarded for moving further than this, in units of reward, in one update. None: it may."""
+
+
 class Trainer(Settings):
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
@@ -374,6 +384,7 @@ class Trainer(Settings):
     optimiser: Optimiser = Optimiser()
     advantage: Advantage = Advantage()
     objective: Objective = Objective()
+    critic: Critic = Critic()
 
     @model_validator(mode="after")
     def _steps_take_whole_groups(self) -> "Trainer":

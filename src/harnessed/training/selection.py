@@ -43,7 +43,7 @@ def select(groups: list[list[Sample]], settings: Advantage) -> Taken:
 def _returns(sample: Sample, settings: Advantage) -> Returns:
     assert sample.reward is not None
     calls = sample.call_rewards if settings.per_call else []
-    return returns(calls, sample.reward, settings.discount)
+    return returns(calls, sample.reward - sample.penalty, settings.discount)
 
 
 def _of(sample: Sample, advantages: list[float], settings: Advantage) -> Advantages:

@@ -32,6 +32,7 @@ from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
 from harnessed.training.selection import Taken, select
 from harnessed.training.tasks import take
+from harnessed.training.valuing import penalise, select_by_critic
 
 DRAIN_LIMIT_S = 120
 """Longest wait for the engine to finish what it generates before an update."""
@@ -125,10 +126,20 @@ class Trainer:
         self._display.phase("update")
         bound = Bound(settings.row_tokens, settings.overlong)
         samples = [[build(transcript, bound) for transcript in group] for group in groups]
-        taken = select(samples, settings.advantage)
+        penalise(samples, self._backend, settings)
+        critic, lesson = self._backend.critic, None
+        if critic is None:
+            taken = select(samples, settings.advantage)
+        else:
+            taken, lesson = select_by_critic(samples, critic, settings)
         rows = [row for sample in taken.samples for row in sample.rows]
         self._check_versions(taken)
         update = self._update(taken)
+        taught = (
+            critic.learn(lesson.packs, lesson.before, lesson.returns)
+            if critic and lesson and update and update.applied
+            else {}
+        )
         with uninterrupted():
             self._consumed += [spec.id for spec in specs]
             self._steps = number
@@ -137,7 +148,7 @@ class Trainer:
                     self._report.transcript(transcript, spec.task, sample.fates, number)
             self._rollouts.close()
 
-        metrics = self._metrics(number, samples, taken, update) | _oddities(groups)
+        metrics = self._metrics(number, samples, taken, update) | taught | _oddities(groups)
         metrics["rows_per_rollout"] = len(rows) / max(len(taken.samples), 1)
         metrics["rollout_seconds"] = rolled_out - started
         metrics["seconds"] = time.monotonic() - started

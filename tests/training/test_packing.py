@@ -131,10 +131,10 @@ def test_a_tree_over_the_budget_is_cut_at_rollouts_and_then_at_rows():
     many = [node(1, 0, [1] * 20, [2, 9])] + [node(i, 1, [3], [4] * 9) for i in range(2, 8)]
     _, groups = two_samples(one, one, many, one)
     assert len(pack(groups, 1000, share=True)) == 1
-    # 20 tokens in common; the rollouts add 2, 2, 62 and 2
-    assert sorted(len(each.tokens) for each in pack(groups, 84, share=True)) == [26, 82]
-    # the long one is over 45 as well: two of its rows in each pack
-    assert sorted(len(each.tokens) for each in pack(groups, 45, share=True)) == [26, 42, 42, 42]
+    # 20 tokens in common, to which the rollouts add 2, 2, 62 and 2
+    assert sorted(len(each.tokens) for each in pack(groups, 84, share=True)) == [24, 84]
+    # the long one is over 45 as well: the first of its six rows adds 12, the others 10
+    assert sorted(len(each.tokens) for each in pack(groups, 45, share=True)) == [34, 36, 42, 42]
 
 
 def test_a_row_that_alone_is_over_the_budget_is_a_pack_of_its_own():

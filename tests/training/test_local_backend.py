@@ -89,7 +89,8 @@ def two_groups():
 
 def test_several_steps_of_an_update_have_the_same_old_policy_and_one_standstill(policy, tmp_path):
     settings, advantages = Objective(), [1.0, -1.0]
-    backend = LocalBackend(policy, tmp_path / "weights", Optimiser(learning_rate=1e-2, clip_norm=1e9), threads=1)
+    free = Optimiser(learning_rate=1e-2, clip_norm=1e9)
+    backend = LocalBackend(policy, tmp_path / "weights", Trainer(optimiser=free))
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=Optimiser().betas, weight_decay=0.0)
     groups = two_groups()
@@ -104,7 +105,7 @@ def test_several_steps_of_an_update_have_the_same_old_policy_and_one_standstill(
             importance = torch.exp(old[row.rollout] - torch.from_numpy(row.logprobs[row.trained])).clamp(max=2.0)
             bounded = ratio.clamp(0.8, 1.2)
             loss = loss - (importance * torch.minimum(ratio * advantage, bounded * advantage)).sum() / 6
-            clipped += int((ratio != bounded).sum())
+            clipped += int(((ratio - bounded) * advantage > 0).sum())  # elsewhere the minimum is the ratio itself
         loss.backward()
         plain.step()
         losses.append(loss.item())
@@ -121,7 +122,8 @@ def test_several_steps_of_an_update_have_the_same_old_policy_and_one_standstill(
     update = backend.update(steps, settings, standing_still())
     assert update.applied
     assert update.metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-4)
-    assert update.metrics["clip_fraction"] == pytest.approx(clipped / 24)
+    found = update.metrics["clip_fraction_low"] + update.metrics["clip_fraction_high"]
+    assert found == pytest.approx(clipped / 24)
     assert entered == [Version(0, 0), Version(0, 1)] == [Version(0, 0), backend.version]
     for ours, theirs in zip(backend._model.parameters(), model.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-3)
@@ -132,17 +134,6 @@ def row_logprobs(model, row):
     logits = model(input_ids=torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0]
     at = torch.from_numpy(np.flatnonzero(row.trained))
     return torch.log_softmax(logits, -1)[at - 1, torch.from_numpy(row.tokens)[at].long()]
-
-
-def test_a_step_that_is_not_finite_is_left_out_of_its_update(policy, tmp_path):
-    backend = LocalBackend(policy, tmp_path / "weights", Optimiser(learning_rate=1e-2), threads=1)
-    first, second = two_groups()
-    bad = pack([scored(first, [float("inf"), 1.0], "rollout")], 1000, share=True)
-    good = pack([scored(second, [1.0, -1.0], "rollout")], 1000, share=True)
-    update = backend.update([bad, good], Objective(), nullcontext())
-    assert update.applied
-    assert update.metrics["steps_skipped"] == 1
-    assert all(parameter.isfinite().all() for parameter in backend._model.parameters())
 
 
 @pytest.mark.parametrize("budget", [1, 1000])

@@ -94,9 +94,10 @@ peers: .cache/peers
 	@$(VENV)/bin/python tests/peers/peer_packages.py .cache/peers
 
 benchmarks: $(SMOLLM2)/config.json
-	@echo "benchmarks: what transcripts and calls cost, with limits and baselines; about five minutes"
+	@echo "benchmarks: what transcripts, calls and training rows cost, with limits and baselines; about seven minutes"
 	@$(VENV)/bin/python benchmarks/transcripts.py $(SMOLLM2)
 	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2)
+	@$(VENV)/bin/python benchmarks/prefixes.py
 
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"

@@ -271,8 +271,9 @@ class Advantage(Settings):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "Advantage":
-        if self.refill and self.equal_groups == "keep":
-            raise ValueError("trainer.advantage.refill: takes the place of skipped groups, and equal_groups is keep")
+        if self.refill and (self.equal_groups == "keep" or self.kind == "gae"):
+            why = "kind is gae, which skips none" if self.kind == "gae" else "equal_groups is keep"
+            raise ValueError(f"trainer.advantage.refill: takes the place of skipped groups, and {why}")
         if self.per == "row" and (self.per_call or self.kind == "gae"):
             raise ValueError("trainer.advantage.per: row compares whole rollouts, without per_call and kind gae")
         if self.discount < 1 and not self.per_call and self.kind != "gae":
@@ -346,6 +347,16 @@ class Lora(Settings):
     """Names of the linear layers that get one, such as `[q_proj, v_proj]`. None: all but the output layer."""
 
 
+class Critic(Settings):
+    """With `trainer.advantage.kind: gae`: a model as large as the policy that learns what rollouts are worth."""
+
+    optimiser: Optimiser = Optimiser(learning_rate=1e-5)
+    epochs: int = Field(1, ge=1)
+    """Steps of its optimiser for each update, each over all calls."""
+    clip: float | None = Field(0.2, gt=0)
+    """A value is not rewarded for moving further than this, in units of reward, in one update. None: it may."""
+
+
 class Trainer(Settings):
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
@@ -385,6 +396,7 @@ class Trainer(Settings):
     optimiser: Optimiser = Optimiser()
     advantage: Advantage = Advantage()
     objective: Objective = Objective()
+    critic: Critic = Critic()
 
     @model_validator(mode="after")
     def _steps_take_whole_groups(self) -> "Trainer":

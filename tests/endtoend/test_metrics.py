@@ -36,19 +36,29 @@ def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def lines_with_critic(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic")
+    trainer = {"steps": 1, "groups_per_step": 2, "group_size": 2, "advantage": {"kind": "gae"}}
+    config = make_config(folder, trainer=trainer, tasks={"train": "agent:easy_tasks"}, evaluation={"tasks": 1})
+    done = harnessed("train", config, f"run.folder={folder / 'run'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
 def documented() -> set[str]:
     tables = PAGE.read_text().partition("## curve.png")[0]
     cells = re.findall(r"^\| (`[^|]+`) \|", tables, re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
-def test_every_metric_is_documented_and_none_that_does_not_exist(lines):
+def test_every_metric_is_documented_and_none_that_does_not_exist(lines, lines_with_critic):
     def general(name):
         return re.sub(
             r"^(reward|fates)/.*", lambda found: {"reward": "reward/<part>", "fates": "fates/<fate>"}[found[1]], name
         )
 
-    reported = {general(name) for line in lines for name in line} - {"step"}
+    reported = {general(name) for line in [*lines, *lines_with_critic] for name in line} - {"step"}
     assert reported - documented() == set(), "docs/metrics.md lacks these"
     assert documented() - reported == set(), "docs/metrics.md has these, and nothing reports them"
 

@@ -1,6 +1,6 @@
 """One optimiser step of the one-machine backend, against the formula written down again with plain autograd."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -76,6 +76,64 @@ def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budge
         assert norm > 0.05  # clipping had something to do
         for ours, theirs in zip(backend._model.parameters(), model.parameters(), strict=True):
             assert torch.allclose(ours, theirs, atol=2e-4)
+
+
+def two_groups():
+    """Log-probabilities near those of a fresh model, so that both bounds of the ratio act in later steps."""
+    groups = []
+    for group in range(2):
+        nodes = [[node(1, 0, [1, 2 + i], [3, 4 + group, 258], logprobs=[-5.5] * 3)] for i in range(2)]
+        groups.append([build(transcript(each, id=f"g{group}.{i}")) for i, each in enumerate(nodes)])
+    return groups
+
+
+def test_several_steps_of_an_update_have_the_same_old_policy_and_one_standstill(policy, tmp_path):
+    settings, advantages = Objective(), [1.0, -1.0]
+    free = Optimiser(learning_rate=1e-2, clip_norm=1e9)
+    backend = LocalBackend(policy, tmp_path / "weights", Trainer(optimiser=free))
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=Optimiser().betas, weight_decay=0.0)
+    groups = two_groups()
+    old = {row.rollout: row_logprobs(model, row).detach() for group in groups for row in (s.rows[0] for s in group)}
+    losses, clipped = [], 0
+    for group in [*groups, *groups]:
+        plain.zero_grad()
+        loss = torch.zeros(())
+        for sample, advantage in zip(group, advantages, strict=True):
+            (row,) = sample.rows
+            ratio = torch.exp(row_logprobs(model, row) - old[row.rollout])
+            importance = torch.exp(old[row.rollout] - torch.from_numpy(row.logprobs[row.trained])).clamp(max=2.0)
+            bounded = ratio.clamp(0.8, 1.2)
+            loss = loss - (importance * torch.minimum(ratio * advantage, bounded * advantage)).sum() / 6
+            clipped += int(((ratio - bounded) * advantage > 0).sum())  # elsewhere the minimum is the ratio itself
+        loss.backward()
+        plain.step()
+        losses.append(loss.item())
+    assert clipped  # pi_old of the second step is not its own
+    entered = []
+
+    @contextmanager
+    def standing_still():
+        entered.append(backend._weights.readable())
+        yield
+        entered.append(backend._weights.readable())
+
+    steps = [pack([scored(group, advantages, "rollout")], 1000, share=True) for group in groups] * 2
+    update = backend.update(steps, settings, standing_still())
+    assert update.applied
+    assert update.metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-4)
+    found = update.metrics["clip_fraction_low"] + update.metrics["clip_fraction_high"]
+    assert found == pytest.approx(clipped / 24)
+    assert entered == [Version(0, 0), Version(0, 1)] == [Version(0, 0), backend.version]
+    for ours, theirs in zip(backend._model.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3)
+
+
+def row_logprobs(model, row):
+    """Of a row's trained tokens."""
+    logits = model(input_ids=torch.from_numpy(row.tokens.astype(np.int64))[None]).logits[0]
+    at = torch.from_numpy(np.flatnonzero(row.trained))
+    return torch.log_softmax(logits, -1)[at - 1, torch.from_numpy(row.tokens)[at].long()]
 
 
 @pytest.mark.parametrize("budget", [1, 1000])

@@ -105,7 +105,7 @@ def test_further_tasks_are_run_in_place_of_groups_that_cannot_be_compared(tasks,
     settings = TrainerSettings(groups_per_step=3, group_size=2, advantage=Advantage(refill=refill))
     trainer._config = SimpleNamespace(trainer=settings, sampling=Sampling())
     trainer._train_tasks = ({"rewards": rewards, "number": number} for number, rewards in zip(count(), tasks))
-    trainer._rollouts = Played()
+    trainer._rollouts, trainer._backend = Played(), SimpleNamespace(critic=None)
     groups = trainer._roll_out(7)
     assert trainer._rollouts.rounds == rounds
     assert len({group.spec.id for group in groups}) == len({group.spec.seed for group in groups}) == len(groups)

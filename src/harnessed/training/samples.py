@@ -58,6 +58,8 @@ class Sample:
     calls: Calls = field(default_factory=list)
     call_rewards: list[float] = field(default_factory=list)
     """One for each of the calls."""
+    penalty: float = 0.0
+    """What a KL term takes from the reward in training; reports show the reward as it was given."""
 
     @property
     def trained_tokens(self) -> int:

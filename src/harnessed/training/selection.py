@@ -70,7 +70,7 @@ def _per_row(groups: list[list[Sample]], worth: list[list[Returns]], settings: A
 def _returns(sample: Sample, settings: Advantage) -> Returns:
     assert sample.reward is not None
     calls = sample.call_rewards if settings.per_call else []
-    return returns(calls, sample.reward, settings.discount)
+    return returns(calls, sample.reward - sample.penalty, settings.discount)
 
 
 def _of(sample: Sample, advantages: list[float], settings: Advantage) -> Advantages:

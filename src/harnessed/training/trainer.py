@@ -31,6 +31,7 @@ from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
 from harnessed.training.selection import Group, Taken, select, why_not
 from harnessed.training.tasks import take
+from harnessed.training.valuing import Lesson, penalise, select_by_critic
 
 CURVE_EVERY = 10
 """Steps after which curve.png is drawn again; after each evaluation as well."""
@@ -124,12 +125,15 @@ class Trainer:
             groups = self._roll_out(number)
         self._display.phase("update")
         with clock.phase("build"):
-            taken = select([group.samples for group in groups], settings.advantage)
+            taken, lesson = self._select(groups)
             self._check_versions(taken)
             metrics: Line = of_taken(taken, self._backend.version)
             steps = packed_steps(taken, settings, self._config.run.seed + number)
         with clock.phase("update"):
             update = self._update(taken, steps)
+        if self._backend.critic and lesson and update and update.applied:
+            with clock.phase("critic"):
+                metrics |= self._backend.critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
             self._consumed += [group.spec.id for group in groups]
             self._steps = number
@@ -159,12 +163,20 @@ class Trainer:
             tasks = take(self._train_tasks, missing, "tasks.train")
             label = f"step-{number:05d}" + (f"-refill-{refill}" if refill else "")
             specs = self._rollouts.specs(label, tasks, settings.group_size, Purpose.TRAIN, sampling, draws=label)
-            for spec, transcripts in zip(specs, self._rollouts.collect(specs), strict=True):
-                groups.append(Group(spec, transcripts, [build(transcript, bound) for transcript in transcripts]))
-            missing = sum(why_not(group.samples, settings.advantage) is not None for group in groups[-missing:])
+            collected = zip(specs, self._rollouts.collect(specs), strict=True)
+            found = [Group(spec, each, [build(transcript, bound) for transcript in each]) for spec, each in collected]
+            penalise([group.samples for group in found], self._backend, settings)
+            groups += found
+            missing = sum(why_not(group.samples, settings.advantage) is not None for group in found)
             if not missing:
                 break
         return groups
+
+    def _select(self, groups: list[Group]) -> tuple[Taken, Lesson | None]:
+        settings, samples = self._config.trainer, [group.samples for group in groups]
+        if self._backend.critic is None:
+            return select(samples, settings.advantage), None
+        return select_by_critic(samples, self._backend.critic, settings)
 
     def _check_versions(self, taken: Taken) -> None:
         """In a synchronous run every token is sampled by the weights that it trains."""

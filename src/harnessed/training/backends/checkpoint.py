@@ -2,6 +2,7 @@
 
     config.json, model.safetensors, tokenizer.json, ...   the policy; with LoRA, merged
     adapter/                                              with LoRA: the adapter, as peft reads it
+    critic.pt                                             with a critic: its weights and moments
     training.pt                                           moments of the optimiser, counters, torch's random state
     harnessed.json                                        its step and version, tasks and groups used
 
@@ -26,6 +27,8 @@ from harnessed.records import Version
 ADAPTER_FOLDER = "adapter"
 NOTES_FILE = "harnessed.json"
 TRAINING_FILE = "training.pt"
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError)
+"""What reading one that is damaged or of another making raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +74,5 @@ def read(folder: Path) -> Checkpoint:
             f"trainer.resume_from: {error.filename} is missing: name a folder below `checkpoints` of a run; to start "
             "anew from weights alone, set policy.model to them"
         ) from error
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"trainer.resume_from: cannot read {folder}: {' '.join(str(error).split())}") from error

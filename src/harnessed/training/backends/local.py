@@ -17,9 +17,10 @@ from transformers.utils import logging
 from harnessed.config import ConfigError, Objective, Trainer
 from harnessed.records import Version
 from harnessed.training.backends import checkpoint, models, optimiser
+from harnessed.training.backends.critic import Critic
 from harnessed.training.backends.policy import distributions
 from harnessed.training.backends.tally import Tally, means
-from harnessed.training.losses import Terms, objective_loss
+from harnessed.training.losses import Terms, objective_loss, rollout_kl
 from harnessed.training.metrics import Clock
 from harnessed.training.packing import Pack
 from harnessed.weights import SharedWeights, read_state
@@ -84,6 +85,7 @@ class LocalBackend:
             models.keep_layer_inputs_only(model)
         self._optimiser = optimiser.make(self._parameters, settings.optimiser)
         self._updates = 0
+        self.critic = Critic(folder, settings) if settings.advantage.kind == "gae" else None
         self.whole = True
         """Nothing interrupted an update between its first write and its last."""
         if resumed:
@@ -128,6 +130,19 @@ class LocalBackend:
         }
         return Update(bool(taken), metrics)
 
+    def divergences(self, packs: list[Pack], rollouts: int) -> list[float]:
+        """Of each rollout from the reference, in nats: the estimates of its trained tokens, summed.
+
+        Tokens carry the number of their rollout in place of an advantage (`marking.by_rollout`).
+        """
+        total = torch.zeros(rollouts)
+        for pack in packs:
+            with torch.no_grad():
+                logprobs = self._distributions(self._model, pack)[0]
+            of_pack = (logprobs, self._reference_logprobs(pack), torch.from_numpy(pack.advantages).long())
+            total += rollout_kl(*of_pack, rollouts, self._settings.objective.kl.estimator)
+        return [float(value) for value in total]
+
     def save(self, folder: Path, notes: dict[str, Any]) -> None:
         """Write a checkpoint, with notes as harnessed.json. It appears whole or not at all."""
         training = {
@@ -143,6 +158,8 @@ class LocalBackend:
                     shutil.copyfile(self._folder / name, unfinished / name)
             if self._adapters is not None:
                 self._adapters.save(unfinished / checkpoint.ADAPTER_FOLDER)
+            if self.critic is not None:
+                self.critic.save(unfinished)
             checkpoint.write_training(unfinished, notes, training)
 
     def _restore(self, resumed: checkpoint.Checkpoint) -> None:
@@ -166,6 +183,8 @@ class LocalBackend:
                     f"policy.model: {self._folder} is not the model whose adapter {resumed.folder} holds: set it as it "
                     "was when that run began"
                 )
+        if self.critic is not None:
+            self.critic.load(resumed.folder)
         optimiser.restore(self._optimiser, found["optimiser"], self._settings.optimiser)
         self._updates = found["updates"]
         torch.set_rng_state(found["random"])
@@ -177,14 +196,18 @@ class LocalBackend:
         writing.enter_context(self._weights.writing(following))
 
     def _fixed(self, pack: Pack, *, several: bool) -> Fixed:
+        in_loss = self._compares and self._settings.objective.kl.place == "loss"
         with torch.no_grad():
             old = self._distributions(self._model, pack)[0] if several else None
-            if not self._compares:
-                return Fixed(old, None)
+        return Fixed(old, self._reference_logprobs(pack) if in_loss else None)
+
+    def _reference_logprobs(self, pack: Pack) -> Tensor:
+        """[N]"""
+        with torch.no_grad():
             if self._adapters is None:
-                return Fixed(old, self._distributions(self._reference, pack)[0])
+                return self._distributions(self._reference, pack)[0]
             with self._adapters.off():
-                return Fixed(old, self._distributions(self._model, pack)[0])
+                return self._distributions(self._model, pack)[0]
 
     def _gradient(self, packs: list[Pack], fixed: list[Fixed], objective: Objective) -> Tally:
         """Leaves the clipped gradient of one optimiser step in the parameters."""

@@ -1,4 +1,4 @@
-"""Two runs of the command line: the second goes on from a checkpoint of the first."""
+"""Whole runs with what only the one-machine backend does: going on from a checkpoint, adapters, a critic."""
 
 import json
 
@@ -43,3 +43,14 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     assert not set(tasks(tmp_path / "first")) & set(tasks(tmp_path / "second"))
     assert (tmp_path / "second" / "checkpoints" / "step-00003" / "adapter").is_dir()
     assert second[3]["logprob_difference_max"] < 1e-3  # the engine serves what is trained
+
+
+def test_a_critic_and_a_divergence_in_the_reward(tmp_path):
+    kl = {"coefficient": 0.1, "place": "reward"}
+    settings = {"steps": 2, "advantage": {"kind": "gae"}, "objective": {"kl": kl}}
+    metrics, summary = run(make_config(tmp_path, trainer=settings), tmp_path / "run")
+    assert [metrics[step]["update_applied"] for step in (1, 2)] == [True, True]
+    assert metrics[1]["value_mean"] == 0  # its head begins with zeros
+    assert metrics[2]["value_mean"] != 0
+    assert summary["fates"].get("group_skipped", 0) == 0  # nothing is compared
+    assert (tmp_path / "run" / "checkpoints" / "step-00002" / "critic.pt").is_file()

@@ -138,9 +138,10 @@ def test_normalisation_by_samples_depends_on_nothing_else(models, seed):
 def test_one_to_four_processes_give_the_same_loss_and_gradients(models, tmp_path):
     groups, advantages = step(11)
     expected = of_packs(models["qwen3"][0], pack(scored_groups(groups, advantages), 60, share=True))
-    spawned = multiprocessing.get_context("spawn")
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(["packed"])
     arguments = (str(tmp_path / "meet"), str(tmp_path / "results"), 11, 4)
-    processes = [spawned.Process(target=rank_main, args=(rank, *arguments)) for rank in range(4)]
+    processes = [forked.Process(target=rank_main, args=(rank, *arguments)) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:

@@ -7,7 +7,7 @@ on CUDA by FlexAttention.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from harnessed.config import ConfigError
 from harnessed.training.backends.blocks import Block, attend, blocks_of
-from harnessed.training.packing import Pack
+from harnessed.training.packing import Pack, blank
 
 NAME = "harnessed_tree"
 TOLERANCE = 0.02
@@ -69,27 +69,13 @@ def attend_by_trees(model: Any) -> None:
 
 def _probe(model: Any, device: torch.device) -> Tensor:
     """Hidden states [6, hidden] of the rows 0 1 2 3 and 0 1 4 5 as one tree."""
+    positions, reach = np.array([0, 1, 2, 3, 2, 3]), np.array([6, 6, 4, 4, 6, 6])
+    pack = replace(blank(), positions=positions, reach=reach, trees=np.array([0, 6]))
     tokens = torch.arange(6, device=device)[None] % model.config.vocab_size
-    positions = torch.tensor([[0, 1, 2, 3, 2, 3]], device=device)
-    whole, none = np.zeros(0, np.int64), np.zeros(0, np.float32)
-    reach, trees = np.array([6, 6, 4, 4, 6, 6]), np.array([0, 6])
-    pack = Pack(
-        whole,
-        positions[0].numpy(force=True),
-        reach,
-        trees,
-        whole,
-        whole,
-        none,
-        none,
-        none,
-        none,
-        whole,
-        np.zeros(0, np.int32),
-    )
+    places = torch.from_numpy(positions).to(device)[None]
     with torch.no_grad():
         output = model.base_model(
-            input_ids=tokens, position_ids=positions, attention_mask=None, use_cache=False, **seen(pack, device)
+            input_ids=tokens, position_ids=places, attention_mask=None, use_cache=False, **seen(pack, device)
         )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden

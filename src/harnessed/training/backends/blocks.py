@@ -82,7 +82,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, blocks: lis
     return attended
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):  # type: ignore[misc]  # torch's names are Any to mypy
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, reach: Tensor, blocks: list[Block], scale: float

@@ -172,6 +172,19 @@ def test_shared_prefixes_change_nothing_that_float32_shows(kind):
     assert close(shared, apart, 1e-5)
 
 
+def test_under_autocast_shared_and_unshared_rows_give_what_transformers_gives():
+    ours, plain = prepared("qwen3", torch.float32), tiny("qwen3", torch.float32)
+    weighted = scored_groups(*step(5, groups=2, members=4, count=8, most=60))
+    exact, exact_gradients = of_rows(plain, weighted)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, theirs = of_rows(plain, weighted)
+        results = [of_packs(ours, pack(weighted, 4000, share)) for share in (True, False)]
+    usual = (theirs - exact_gradients).norm()
+    for loss, gradients in results:
+        assert loss == pytest.approx(exact, rel=0.1)
+        assert (gradients - exact_gradients).norm() < 1.5 * usual
+
+
 def test_logits_in_parts_are_those_of_the_whole(models, monkeypatch):
     ours, _ = models["qwen3"]
     packs = pack(scored_groups(*step(2)), 10_000, share=True)

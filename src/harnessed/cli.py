@@ -94,7 +94,9 @@ def _with_config(run: Callable[[Config, argparse.Namespace], int]) -> Callable[[
 def train(config: Config, arguments: argparse.Namespace) -> int:
     _need_torch("train")
     from harnessed.training.tasks import check_hidden, stream, take
+    from harnessed.training.trackers import check_trackers, open_trackers
 
+    check_trackers(config.trainer.trackers)
     if config.engine.url is not None and config.engine.weights is None:
         raise ConfigError("engine.url names a running engine: set engine.weights to the folder that both of them map")
     base, seed = arguments.config.resolve().parent, config.run.seed
@@ -104,7 +106,10 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
     check_hidden(config.tasks.hidden, [*first, *held_out])
     if arguments.dry_run:
         return dry_run(config, arguments, first[0])
-    with Run(config, arguments.config, arguments.overrides) as run:
+    with (
+        Run(config, arguments.config, arguments.overrides) as run,
+        open_trackers(config, run.folder, run.id) as track,
+    ):
         weights = config.engine.weights or run.folder / "policy"
         print("starting gateway, engine and controller ...", flush=True)
         run.start(weights)
@@ -128,11 +133,10 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
                 run.rollouts(watch, display.tick),
                 display,
                 # A run that goes on from another one goes on in its tasks.
-                itertools.islice(
-                    itertools.chain(first, train_tasks), backend.step * config.trainer.groups_per_step, None
-                ),
+                itertools.islice(itertools.chain(first, train_tasks), backend.tasks, None),
                 held_out,
                 run.restarts,
+                track,
             )
             summary = trainer.run()
     display.summary(summary, str(run.folder))

@@ -61,6 +61,8 @@ class Run(Settings):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,40}$")
     folder: ConfigPath | None = None
     """Where everything of the run goes. Default: `runs/<name>-<date>-<time>` in the current folder. Must be new."""
+    project: str = Field("harnessed", pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,60}$")
+    """Under which name `trainer.trackers` file the run."""
     seed: int = Field(0, ge=0)
 
 
@@ -135,7 +137,8 @@ class Harness(Settings):
 
 
 class Evaluator(Settings):
-    """Judges what an attempt left: a number, or a mapping with `reward` and named parts."""
+    """Judges what an attempt left: a number, or a mapping with `reward`, named parts, and `call_rewards` for single
+    calls if it likes (docs/your-agent.md)."""
 
     function: FunctionName | None = None
     """Called with (task, folder): the whole task, and a copy of the attempt's folder."""
@@ -250,6 +253,9 @@ class Advantage(Settings):
     critic expects. `reinforce_plus_plus`: the mean of its group, then divided by the deviation over the whole step."""
     normalise_deviation: bool = True
     """kind `grpo`: divide by the deviation of the group. False: Dr. GRPO."""
+    per: Literal["rollout", "row"] = "rollout"
+    """Who counts in the mean and deviation of a group. `row`: each training row does, so that a rollout counts as often
+    as it has rows; only to compare with, docs/algorithms.md explains the mistake."""
     equal_groups: Literal["skip", "keep"] = "skip"
     """Groups whose rewards are all equal. `skip`: not trained, fate `group_skipped`. `keep`: they count in R with
     advantages of 0, and what the KL and entropy terms ask of them."""
@@ -267,6 +273,10 @@ class Advantage(Settings):
     def _makes_sense(self) -> "Advantage":
         if self.refill and self.equal_groups == "keep":
             raise ValueError("trainer.advantage.refill: takes the place of skipped groups, and equal_groups is keep")
+        if self.refill and self.kind == "gae":
+            raise ValueError("trainer.advantage.refill: takes the place of skipped groups, and kind gae skips none")
+        if self.per == "row" and (self.per_call or self.kind == "gae"):
+            raise ValueError("trainer.advantage.per: row compares whole rollouts, without per_call and kind gae")
         if self.discount < 1 and not self.per_call and self.kind != "gae":
             raise ValueError("trainer.advantage.discount: a rollout is one whole without trainer.advantage.per_call")
         return self
@@ -381,6 +391,9 @@ class Trainer(Settings):
     resume_from: ConfigPath | None = None
     """A checkpoint folder of another run: this one goes on from its weights, its optimiser and its step. policy.model
     stays what it was."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    """Who else gets the metrics. Each writes into a folder of its name in the run's, and nothing leaves the machine
+    unless its own environment variables say so; docs/metrics.md has a section for them."""
     optimiser: Optimiser = Optimiser()
     advantage: Advantage = Advantage()
     objective: Objective = Objective()
@@ -399,6 +412,8 @@ class Trainer(Settings):
 class Evaluation(Settings):
     tasks: int = Field(64, ge=1)
     """Held-out tasks, run before the first and after the last step."""
+    every: int | None = Field(None, ge=1)
+    """So many steps apart they are run in between as well."""
     greedy_tasks: int = Field(0, ge=0)
     """The first so many of them are run greedily as well."""
     sampling: Sampling | None = None

@@ -35,7 +35,7 @@ def backend_of(model, folder, **settings):
 
 
 def saved(backend, folder, number=2):
-    backend.save(folder, {"step": number, "version": list(backend.version), "groups": []})
+    backend.save(folder, {"step": number, "version": list(backend.version), "tasks": 5, "groups": []})
     return folder
 
 
@@ -77,6 +77,7 @@ def test_a_checkpoint_says_where_training_is(model, tmp_path):
     train(first, [0, 1])
     second = backend_of(model, tmp_path / "second", resume_from=saved(first, tmp_path / "c"))
     assert second.step == 2
+    assert second.tasks == 5
     assert second.version == Version(1, 3)  # a lineage of its own
     rates = [take(second, [step()]).metrics["learning_rate"] for _ in range(2)]
     assert rates[1] < rates[0] == 1e-2  # the warm-up of two is over
@@ -163,4 +164,9 @@ def test_reading_a_checkpoint_runs_no_code(model, tmp_path):
 
 def test_the_notes_are_the_trainers(model, tmp_path):
     checkpoint = saved(backend_of(model, tmp_path / "w"), tmp_path / "c", 7)
-    assert json.loads((checkpoint / "harnessed.json").read_text()) == {"step": 7, "version": [0, 0], "groups": []}
+    assert json.loads((checkpoint / "harnessed.json").read_text()) == {
+        "step": 7,
+        "version": [0, 0],
+        "tasks": 5,
+        "groups": [],
+    }

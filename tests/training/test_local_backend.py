@@ -72,7 +72,7 @@ def test_two_steps_are_those_of_the_formula(policy, tmp_path, temperature, budge
         assert update.applied
         assert backend.version == Version(0, number)
         assert update.metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
-        assert update.metrics["gradient_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        assert update.metrics["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
         assert norm > 0.05  # clipping had something to do
         for ours, theirs in zip(backend._model.parameters(), model.parameters(), strict=True):
             assert torch.allclose(ours, theirs, atol=2e-4)

@@ -8,7 +8,7 @@ import torch
 from formula import written_down
 
 from harnessed.config import Importance, Kl, Objective
-from harnessed.training.losses import Terms, kl_estimate, objective_loss, rollout_kl
+from harnessed.training.losses import Terms, importance_weights, kl_estimate, objective_loss, rollout_kl
 
 ANSWERS = [0, 0, 0, 1, 1, 2, 3, 3, 3, 4]
 """Five answers: the first four of a rollout with several rows, the last one of a rollout with one row."""
@@ -111,6 +111,8 @@ def test_importance_weights_have_no_gradient():
     loss, _ = objective_loss(terms, Objective())
     (gradient,) = torch.autograd.grad(loss, [logprobs])
     torch.testing.assert_close(gradient, -terms.weights * math.exp(0.2) * terms.advantages)
+    found = importance_weights(logprobs - terms.engine_logprobs, terms.answers, Objective())
+    assert not any(weights.requires_grad for weights in found)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])

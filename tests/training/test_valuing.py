@@ -146,7 +146,7 @@ def test_a_critic_goes_on_from_a_checkpoint(model, tmp_path):
     first = with_critic(model, tmp_path / "w")
     learn(first.critic, 2)
     train(first, [0])
-    first.save(tmp_path / "c", {"step": 1, "version": [0, 1]})
+    first.save(tmp_path / "c", {"step": 1, "version": [0, 1], "tasks": 8})
     whole = learn(first.critic, 2)
     settings = Trainer(optimiser=FAST, advantage=GAE, critic=Critic(optimiser=FAST), resume_from=tmp_path / "c")
     second = LocalBackend(model, tmp_path / "w2", settings)

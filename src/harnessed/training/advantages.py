@@ -6,6 +6,7 @@ deviations are those of who is left.
 """
 
 import math
+from itertools import accumulate
 
 from harnessed.config import Advantage
 
@@ -19,6 +20,20 @@ def advantages(groups: list[list[float]], settings: Advantage) -> list[list[floa
     """One for each reward of the groups of an optimiser step; shapes as given. Kind `gae` needs a critic: see `gae`."""
     compared = call_advantages([[[reward] for reward in group] for group in groups], settings)
     return [[values[0] for values in group] for group in compared]
+
+
+def row_advantages(groups: list[list[float]], rows: list[list[int]], settings: Advantage) -> list[list[float]]:
+    """The same as if each training row were a member of its group: a published mistake, only to compare with.
+
+    `rows`: how many each rollout gave, shape as the groups'. One without any counts once.
+    """
+    repeated = [
+        [reward for reward, n in zip(*pair, strict=True) for _ in range(max(n, 1))]
+        for pair in zip(groups, rows, strict=True)
+    ]
+    found = advantages(repeated, settings)
+    ends = [accumulate(max(n, 1) for n in counts) for counts in rows]
+    return [[values[end - 1] for end in group] for values, group in zip(found, ends, strict=True)]
 
 
 def call_advantages(groups: list[list[Returns]], settings: Advantage) -> list[list[Returns]]:

@@ -27,6 +27,7 @@ class Display:
         self._steps = steps
         self._counts = counts
         self._step = 0
+        self._done = 0
         self._phase = "starting"
         self._phase_began = time.monotonic()
         self._metrics: dict[str, Any] = {}
@@ -59,20 +60,21 @@ class Display:
         self._began_steps = self._began_steps or time.monotonic()
 
     def metrics(self, metrics: dict[str, Any], complaint: str) -> None:
-        """A step is done."""
+        """The step is done."""
         self._metrics = metrics
+        self._done = self._step
         if complaint:
-            self.note(f"step {metrics['step']}: {complaint}")
+            self.note(f"step {self._step}: {complaint}")
         if not self._live:
             facts = [
-                f"reward {_number(metrics['reward_mean'])} ± {_number(metrics['reward_deviation'])}",
+                f"reward {_number(metrics['reward_mean'])} ± {_number(metrics['reward_std'])}",
                 f"entropy {_number(metrics.get('entropy'))}",
                 f"groups {metrics['groups_taken']}/{metrics['groups']}",
                 f"{metrics['tokens_per_second']:.0f} tok/s",
-                f"{metrics['seconds']:.1f} s",
+                f"{metrics['timing_s/step']:.1f} s",
                 f"left {self._left()}",
             ]
-            self.note(f"step {metrics['step']:>4}/{self._steps}  {'  '.join(facts)}")
+            self.note(f"step {self._step:>4}/{self._steps}  {'  '.join(facts)}")
 
     def held_out(self, label: str, result: HeldOut) -> None:
         greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
@@ -117,7 +119,7 @@ class Display:
         table = Table.grid(padding=(0, 2))
         table.add_row("phase", f"{self._phase} ({time.monotonic() - self._phase_began:.0f} s)")
         table.add_row("step", f"{self._step} of {self._steps}, time left {self._left()}")
-        table.add_row("reward", f"{_number(metrics.get('reward_mean'))} ± {_number(metrics.get('reward_deviation'))}")
+        table.add_row("reward", f"{_number(metrics.get('reward_mean'))} ± {_number(metrics.get('reward_std'))}")
         table.add_row("held-out success", self._held_out or "-")
         table.add_row("entropy", _number(metrics.get("entropy")))
         table.add_row(
@@ -129,10 +131,9 @@ class Display:
         return Panel(table, title="harnessed", title_align="left", expand=False)
 
     def _left(self) -> str:
-        done = self._metrics.get("step", 0)
-        if not done or self._began_steps is None:
+        if not self._done or self._began_steps is None:
             return "-"
-        seconds = (time.monotonic() - self._began_steps) / done * (self._steps - done)
+        seconds = (time.monotonic() - self._began_steps) / self._done * (self._steps - self._done)
         return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for people and scripts: metrics.jsonl, transcripts.jsonl, summary.json.
+"""What a run leaves in its folder for people and scripts: metrics.jsonl, transcripts.jsonl, curve.png, summary.json.
 
 The trainer and `harnessed eval` write through here; every line is on disk when the call returns. Metrics and fates are
 posted to the gateway as well, whose dashboard shows them.
@@ -16,7 +16,11 @@ import orjson
 
 from harnessed.client import ApiError, Call, Client, Unreachable, post_fates, post_metrics
 from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript
+from harnessed.training.curve import draw
 from harnessed.training.samples import Fates
+
+Track = Callable[[int, dict[str, Any]], None]
+"""Takes a step and its metrics, and does not fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +91,16 @@ class Summary:
 
 
 class Report:
-    def __init__(self, folder: Path, gateway: Client, run: str, note: Callable[[str], None]) -> None:
-        """`note` tells a person what could not be posted."""
+    def __init__(
+        self, folder: Path, gateway: Client, run: str, note: Callable[[str], None], track: Track = lambda *_: None
+    ) -> None:
+        """`note` tells a person what could not be posted; `track` gets the metrics as well."""
         self._folder = folder
         self._gateway = gateway
         self._run = run
         self._note = note
+        self._track = track
+        self._noted: set[str] = set()
         self.fates: Fates = Counter()
         """Of every rollout that was written."""
         self.outcomes: Counter[str] = Counter()
@@ -100,10 +108,20 @@ class Report:
         self._to_post: dict[str, dict[Fate, int]] = {}
         """Fates of rollouts that the gateway has not heard of."""
 
-    def metrics(self, metrics: dict[str, Any]) -> None:
-        self._append("metrics.jsonl", metrics)
+    def metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """One line; several lines may be of one step."""
+        line = {"step": step, **metrics}
+        self._append("metrics.jsonl", line)
         self._post_fates()
-        self._post(post_metrics(self._run, Metrics(step=metrics["step"], values=metrics)))
+        self._post(post_metrics(self._run, Metrics(step=step, values=line)))
+        self._track(step, metrics)
+
+    def curve(self) -> None:
+        """Draw curve.png from the lines so far."""
+        try:
+            draw(self._folder / "metrics.jsonl", self._folder / "curve.png")
+        except Exception as error:  # noqa: BLE001  # whatever a drawing library raises, a picture is no reason to end a run
+            self._note_once(f"no curve.png: {type(error).__name__}: {error}")
 
     def transcript(self, transcript: Transcript, task: Task, fates: Fates, step: int | None) -> None:
         """Take the final fates of a rollout into the books, and keep its conversations for people.
@@ -150,6 +168,11 @@ class Report:
             self._gateway(call)
         except (ApiError, Unreachable) as error:
             self._note(f"the dashboard will not show this step: {error}")
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            self._note(text)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with (self._folder / name).open("ab") as file:

@@ -45,7 +45,7 @@ class Rollouts:
         They are open until `close`, so that an interruption finds them.
         """
         ids = [spec.id for spec in specs]
-        self.open = specs
+        self.open = [*self.open, *specs]
         for part in _parts(specs):
             self._gateway(create_groups(part))
         self._watch.until_complete(ids, self._tick)

@@ -1,13 +1,23 @@
-"""Which groups an update takes, and with which advantages. `trainer.py` calls `select`."""
+"""The groups of a step: which an update takes, and with which advantages. For `trainer.py` and `metrics.py`."""
 
 from dataclasses import dataclass
 from itertools import chain
 
 from harnessed.config import Advantage
-from harnessed.records import Fate
-from harnessed.training.advantages import Returns, all_equal, call_advantages, returns
+from harnessed.records import Fate, GroupSpec, Transcript
+from harnessed.training.advantages import Returns, all_equal, call_advantages, returns, row_advantages
 from harnessed.training.batching import Advantages
 from harnessed.training.samples import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one task, all finished."""
+
+    spec: GroupSpec
+    transcripts: list[Transcript]
+    samples: list[Sample]
+    """One for each transcript."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,25 +29,42 @@ class Taken:
     groups: int
 
 
+def why_not(group: list[Sample], settings: Advantage) -> Fate | None:
+    """The fate of its tokens if a group is not taken, or None."""
+    members = members_of(group)
+    if len(members) < 2:
+        return Fate.GROUP_INCOMPLETE
+    if settings.equal_groups == "skip" and all_equal([_returns(sample, settings) for sample in members]):
+        return Fate.GROUP_SKIPPED
+    return None
+
+
+def members_of(group: list[Sample]) -> list[Sample]:
+    """Who ended by infrastructure has left the group."""
+    return [sample for sample in group if sample.reward is not None]
+
+
 def select(groups: list[list[Sample]], settings: Advantage) -> Taken:
     """Groups that can be compared, with their advantages; the others' tokens get the fate that says why not."""
     taken: list[list[Sample]] = []
-    worth: list[list[Returns]] = []
     for group in groups:
-        members = [sample for sample in group if sample.reward is not None]
-        compared = [_returns(sample, settings) for sample in members]
-        alone = len(members) < 2
-        if alone or (settings.equal_groups == "skip" and all_equal(compared)):
+        members = members_of(group)
+        if fate := why_not(group, settings):
             for sample in members:
-                sample.give_up(Fate.GROUP_INCOMPLETE if alone else Fate.GROUP_SKIPPED)
-            continue
-        taken.append(members)
-        worth.append(compared)
-    samples = list(chain.from_iterable(taken))
-    found = chain.from_iterable(call_advantages(worth, settings))
-    return Taken(
-        samples, [_of(sample, each, settings) for sample, each in zip(samples, found, strict=True)], len(taken)
-    )
+                sample.give_up(fate)
+        else:
+            taken.append(members)
+    worth = [[_returns(sample, settings) for sample in group] for group in taken]
+    found = call_advantages(worth, settings) if settings.per == "rollout" else _per_row(taken, worth, settings)
+    samples, each = list(chain.from_iterable(taken)), chain.from_iterable(found)
+    advantages = [_of(sample, compared, settings) for sample, compared in zip(samples, each, strict=True)]
+    return Taken(samples, advantages, len(taken))
+
+
+def _per_row(groups: list[list[Sample]], worth: list[list[Returns]], settings: Advantage) -> list[list[Returns]]:
+    rewards = [[returned[0] for returned in group] for group in worth]
+    rows = [[len(sample.rows) for sample in group] for group in groups]
+    return [[[advantage] for advantage in group] for group in row_advantages(rewards, rows, settings)]
 
 
 def _returns(sample: Sample, settings: Advantage) -> Returns:

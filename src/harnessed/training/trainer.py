@@ -7,33 +7,34 @@ engine's pause, the backend's update.
 
 import contextlib
 import signal
-import statistics
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
 from harnessed.config import Trainer as TrainerSettings
-from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Split, Task, Transcript, Version
+from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Task, Version
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
 from harnessed.training.failures import WrongVersion
+from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
 from harnessed.training.packing import Pack, pack
-from harnessed.training.report import HeldOut, Report, Summary, complaint
+from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
-from harnessed.training.selection import Taken, select
+from harnessed.training.selection import Group, Taken, select, why_not
 from harnessed.training.tasks import take
-from harnessed.training.valuing import penalise, select_by_critic
+from harnessed.training.valuing import Lesson, penalise, select_by_critic
 
+CURVE_EVERY = 10
+"""Steps after which curve.png is drawn again; after each evaluation as well."""
 DRAIN_LIMIT_S = 120
 """Longest wait for the engine to finish what it generates before an update."""
 
@@ -69,8 +70,10 @@ class Trainer:
         train_tasks: Iterator[Task],
         held_out_tasks: list[Task],
         restarts: Mapping[str, int],
+        track: Track,
     ) -> None:
-        """`restarts`: how often each service of the run was started again so far; the summary tells."""
+        """`restarts`: how often each service of the run was started again so far; the summary tells. `track`: gets the
+        metrics as well."""
         self._config = config
         self._folder = folder
         self._run = run
@@ -82,7 +85,7 @@ class Trainer:
         self._train_tasks = train_tasks
         self._held_out_tasks = held_out_tasks
         self._restarts = restarts
-        self._report = Report(folder, gateway, run, display.note)
+        self._report = Report(folder, gateway, run, display.note, track)
         self._started = time.monotonic()
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []
@@ -95,10 +98,13 @@ class Trainer:
     def run(self) -> Summary:
         """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
         interrupted = False
+        every = self._config.evaluation.every
         try:
             self._before = self._evaluate("before")
             for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
                 self.step(number)
+                if every and number % every == 0 and number < self._config.trainer.steps:
+                    self._evaluate(f"{number}-steps-into")
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
             interrupted = True
@@ -112,51 +118,66 @@ class Trainer:
 
     def step(self, number: int) -> None:
         settings = self._config.trainer
-        started = time.monotonic()
+        clock = Clock()
         self._display.step(number)
         self._display.phase("rollouts")
-        tasks = take(self._train_tasks, settings.groups_per_step, "tasks.train")
-        label = f"step-{number:05d}"
-        specs = self._rollouts.specs(
-            label, tasks, settings.group_size, Purpose.TRAIN, self._config.sampling, draws=label
-        )
-        groups = self._rollouts.collect(specs)
-        rolled_out = time.monotonic()
-
+        with clock.phase("rollouts"):
+            groups = self._roll_out(number)
         self._display.phase("update")
-        bound = Bound(settings.row_tokens, settings.overlong)
-        samples = [[build(transcript, bound) for transcript in group] for group in groups]
-        penalise(samples, self._backend, settings)
-        critic, lesson = self._backend.critic, None
-        if critic is None:
-            taken = select(samples, settings.advantage)
-        else:
-            taken, lesson = select_by_critic(samples, critic, settings)
-        rows = [row for sample in taken.samples for row in sample.rows]
-        self._check_versions(taken)
-        update = self._update(taken)
-        taught = (
-            critic.learn(lesson.packs, lesson.before, lesson.returns)
-            if critic and lesson and update and update.applied
-            else {}
-        )
+        with clock.phase("build"):
+            samples = [group.samples for group in groups]
+            metrics: Line = penalise(samples, self._backend, settings)
+            taken, lesson = self._select(samples)
+            self._check_versions(taken)
+            metrics |= of_taken(taken, self._backend.version)
+            steps = packed_steps(taken, settings, self._config.run.seed + number)
+        with clock.phase("update"):
+            update = self._update(taken, steps)
+            critic = self._backend.critic
+            if critic and lesson and update and update.applied:
+                metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
-            self._consumed += [spec.id for spec in specs]
+            self._consumed += [group.spec.id for group in groups]
             self._steps = number
-            for spec, group, group_samples in zip(specs, groups, samples, strict=True):
-                for transcript, sample in zip(group, group_samples, strict=True):
-                    self._report.transcript(transcript, spec.task, sample.fates, number)
+            for group in groups:
+                for transcript, sample in zip(group.transcripts, group.samples, strict=True):
+                    self._report.transcript(transcript, group.spec.task, sample.fates, number)
             self._rollouts.close()
 
-        metrics = self._metrics(number, samples, taken, update) | taught | _oddities(groups)
-        metrics["rows_per_rollout"] = len(rows) / max(len(taken.samples), 1)
-        metrics["rollout_seconds"] = rolled_out - started
-        metrics["seconds"] = time.monotonic() - started
-        metrics["tokens_per_second"] = metrics["sampled_tokens"] / metrics["seconds"]
-        self._report.metrics(metrics)
-        self._display.metrics(metrics, complaint([transcript for group in groups for transcript in group]))
+        metrics |= of_groups(groups, settings.groups_per_step)
+        metrics |= {"update_applied": update is not None and update.applied, **(update.metrics if update else {})}
+        metrics |= {"version": list(self._backend.version), **clock.speed(metrics["sampled_tokens"])}
+        self._report.metrics(number, metrics)
+        self._display.metrics(metrics, complaint([each for group in groups for each in group.transcripts]))
+        if number % CURVE_EVERY == 0:
+            self._report.curve()
         if number % settings.checkpoint_every == 0 or number == settings.steps:
             self._checkpoint(number)
+
+    def _roll_out(self, number: int) -> list[Group]:
+        """The groups of a step. In place of those that cannot be compared, further tasks are run, in so many rounds as
+        `trainer.advantage.refill` allows."""
+        settings, sampling = self._config.trainer, self._config.sampling
+        bound = Bound(settings.row_tokens, settings.overlong)
+        groups: list[Group] = []
+        missing = settings.groups_per_step
+        for refill in range(settings.advantage.refill + 1):
+            tasks = take(self._train_tasks, missing, "tasks.train")
+            label = f"step-{number:05d}" + (f"-refill-{refill}" if refill else "")
+            specs = self._rollouts.specs(label, tasks, settings.group_size, Purpose.TRAIN, sampling, draws=label)
+            for spec, transcripts in zip(specs, self._rollouts.collect(specs), strict=True):
+                groups.append(Group(spec, transcripts, [build(transcript, bound) for transcript in transcripts]))
+            missing = sum(why_not(group.samples, settings.advantage) is not None for group in groups[-missing:])
+            if not missing:
+                break
+        return groups
+
+    def _select(self, groups: list[list[Sample]]) -> tuple[Taken, Lesson | None]:
+        """What the update takes, and what a critic learns from it."""
+        settings, critic = self._config.trainer, self._backend.critic
+        if critic is None:
+            return select(groups, settings.advantage), None
+        return select_by_critic(groups, critic, settings)
 
     def _check_versions(self, taken: Taken) -> None:
         """In a synchronous run every token is sampled by the weights that it trains."""
@@ -170,11 +191,10 @@ class Trainer:
                 f"{'.'.join(map(str, self._backend.version))}; does it map the folder that engine.weights names?"
             )
 
-    def _update(self, taken: Taken) -> Update | None:
+    def _update(self, taken: Taken, steps: list[list[Pack]]) -> Update | None:
         """The optimiser steps; None if no group had a signal."""
-        if not any(sample.rows for sample in taken.samples):
+        if not steps:
             return None
-        steps = packed_steps(taken, self._config.trainer, self._config.run.seed + self._steps)
         update = self._backend.update(steps, self._config.trainer.objective, self._engine_stands_still())
         if not update.applied:
             for sample in taken.samples:
@@ -195,42 +215,22 @@ class Trainer:
             finally:
                 self._engine(resume_engine())
 
-    def _metrics(self, number: int, samples: list[list[Sample]], taken: Taken, update: Update | None) -> dict[str, Any]:
-        flat = [sample for group in samples for sample in group]
-        rewards = [sample.reward for sample in flat if sample.reward is not None]
-        return {
-            "step": number,
-            "version": list(self._backend.version),
-            "reward_mean": statistics.fmean(rewards) if rewards else None,
-            "reward_deviation": statistics.pstdev(rewards) if rewards else None,
-            "groups_taken": taken.groups,
-            "groups": len(samples),
-            "rollouts": len(flat),
-            "rollouts_judged": len(rewards),
-            "sampled_tokens": sum(sum(sample.fates.values()) for sample in flat),
-            "trained_tokens": sum(sample.trained_tokens for sample in flat),
-            "update_applied": update is not None and update.applied,
-            **(update.metrics if update else {}),
-        }
-
     def _evaluate(self, label: str) -> HeldOut:
         self._display.phase(f"held-out tasks, {label} training")
-        held_out = evaluate(
-            self._rollouts,
-            self._report,
-            self._held_out_tasks,
-            self._config.evaluation,
-            self._config.sampling,
-            label,
-        )
-        self._report.metrics({"step": self._steps, "held_out": held_out.success, "held_out_greedy": held_out.greedy})
+        began = time.monotonic()
+        settings, sampling = self._config.evaluation, self._config.sampling
+        held_out = evaluate(self._rollouts, self._report, self._held_out_tasks, settings, sampling, label)
+        self._report.metrics(self._steps, of_held_out(held_out, time.monotonic() - began))
+        self._report.curve()
         self._display.held_out(label, held_out)
         return held_out
 
     def _checkpoint(self, number: int) -> None:
         self._display.phase("checkpoint")
+        began = time.monotonic()
         folder = self._folder / "checkpoints" / f"step-{number:05d}"
-        notes = {"step": number, "version": list(self._backend.version), "groups": self._consumed}
+        tasks = self._backend.tasks + len(self._consumed)
+        notes = {"step": number, "version": list(self._backend.version), "tasks": tasks, "groups": self._consumed}
         self._backend.save(folder, notes)
         self._saved = number
         self._checkpoints.append(folder)
@@ -238,6 +238,7 @@ class Trainer:
             # Under its name a checkpoint is whole, also when this is interrupted.
             rmtree(old.rename(old.with_name(f".{old.name}.old")))
         self._checkpoints = self._checkpoints[-self._config.trainer.keep_checkpoints :]
+        self._report.metrics(number, {"timing_s/checkpoint": time.monotonic() - began})
 
     def _give_up(self) -> None:
         """Close the books of rollouts that will not be trained."""
@@ -272,14 +273,6 @@ class Trainer:
             checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
             interrupted=interrupted,
         )
-
-
-def _oddities(groups: list[list[Transcript]]) -> dict[str, int]:
-    """How often a conversation went on in a new row, by kind, and how often what opened a tool call was none."""
-    attempts = [transcript.attempts[-1] for group in groups for transcript in group if transcript.attempts]
-    found = Counter(node.split for attempt in attempts for node in attempt.nodes)
-    broken = sum(node.broken_calls for attempt in attempts for node in attempt.nodes)
-    return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
 
 
 def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[list[Pack]]:

@@ -41,14 +41,16 @@ class Lesson:
     """What came; not a number where there is no value."""
 
 
-def penalise(groups: list[list[Sample]], reference: Reference, settings: Trainer) -> None:
-    """With a KL term in the reward, note what it takes from each rollout's."""
+def penalise(groups: list[list[Sample]], reference: Reference, settings: Trainer) -> dict[str, float]:
+    """With a KL term in the reward, note what it takes from each rollout's. Returns metrics."""
     kl = settings.objective.kl
     if not kl.coefficient or kl.place != "reward":
-        return
+        return {}
     packs, flat = by_rollout(groups, settings), list(chain.from_iterable(groups))
-    for sample, divergence in zip(flat, reference.divergences(packs, len(flat)), strict=True):
+    divergences = reference.divergences(packs, len(flat))
+    for sample, divergence in zip(flat, divergences, strict=True):
         sample.penalty = kl.coefficient * divergence
+    return {"kl_reference": sum(divergences) / max(sum(pack.trained_tokens for pack in packs), 1)}
 
 
 def select_by_critic(groups: list[list[Sample]], critic: Values, settings: Trainer) -> tuple[Taken, Lesson]:

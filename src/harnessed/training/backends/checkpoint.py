@@ -4,7 +4,7 @@
     adapter/                                              with LoRA: the adapter, as peft reads it
     critic.pt                                             with a critic: its weights and moments
     training.pt                                           moments of the optimiser, counters, torch's random state
-    harnessed.json                                        the trainer's notes: its step, the version, groups consumed
+    harnessed.json                                        its step and version, tasks and groups used
 
 A folder appears under its name when it is whole.
 """
@@ -37,6 +37,8 @@ class Checkpoint:
 
     folder: Path
     step: int
+    tasks: int
+    """Training tasks that were used up to it, over all runs."""
     version: Version
     training: dict[str, Any]
     """What `write_training` was given."""
@@ -66,7 +68,7 @@ def read(folder: Path) -> Checkpoint:
     try:
         notes = json.loads((folder / NOTES_FILE).read_bytes())
         training = torch.load(folder / TRAINING_FILE, weights_only=True)
-        return Checkpoint(folder, int(notes["step"]), Version(*notes["version"]), training)
+        return Checkpoint(folder, int(notes["step"]), int(notes["tasks"]), Version(*notes["version"]), training)
     except FileNotFoundError as error:
         raise ConfigError(
             f"trainer.resume_from: {error.filename} is missing: name a folder below `checkpoints` of a run; to start "

@@ -5,7 +5,6 @@ schedules.
 """
 
 import shutil
-import time
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from harnessed.training.backends.critic import Critic
 from harnessed.training.backends.policy import distributions
 from harnessed.training.backends.tally import Tally, means
 from harnessed.training.losses import Terms, objective_loss, rollout_kl
+from harnessed.training.metrics import Clock
 from harnessed.training.packing import Pack
 from harnessed.weights import SharedWeights, read_state
 
@@ -64,7 +64,8 @@ class LocalBackend:
         self._folder, self._settings = folder, settings
         resumed = checkpoint.read(settings.resume_from) if settings.resume_from else None
         self.step = resumed.step if resumed else 0
-        """Of the checkpoint that this backend goes on from."""
+        self.tasks = resumed.tasks if resumed else 0
+        """Training tasks that were used up to it. Both are those of the checkpoint that this backend goes on from."""
         if self.step >= settings.steps:
             raise ConfigError(f"trainer.resume_from: it has taken {self.step} steps: raise trainer.steps above it")
         lora, compares = settings.lora, settings.objective.kl.coefficient > 0
@@ -98,8 +99,9 @@ class LocalBackend:
         What the engine maps changes while `standing_still`, which begins before the first write and ends after the
         last: the engine must be paused meanwhile. A step whose loss or gradient are not finite ends the update.
         """
-        started = time.monotonic()
-        fixed = [[self._fixed(pack, several=len(steps) > 1) for pack in packs] for packs in steps]
+        clock = Clock()
+        with clock.phase("recompute"):
+            fixed = [[self._fixed(pack, several=len(steps) > 1) for pack in packs] for packs in steps]
         rate = optimiser.learning_rate(self._settings.optimiser, self._updates + 1, self._settings.steps)
         optimiser.set_learning_rate(self._optimiser, rate)
         following = Version(self.version.lineage, self.version.number + 1)
@@ -124,7 +126,7 @@ class LocalBackend:
             "optimiser_steps": len(taken),
             "optimiser_steps_skipped": len(steps) - len(taken),
             "learning_rate": rate,
-            "update_seconds": time.monotonic() - started,
+            **clock.seconds,
         }
         return Update(bool(taken), metrics)
 
@@ -212,8 +214,11 @@ class LocalBackend:
         self._optimiser.zero_grad(set_to_none=True)
         tally = Tally()
         for pack, before in zip(packs, fixed, strict=True):
-            loss, sums = objective_loss(self._terms(pack, before, entropy_trained=objective.entropy > 0), objective)
-            loss.backward()
+            with tally.clock.phase("forward"):
+                terms = self._terms(pack, before, entropy_trained=objective.entropy > 0)
+                loss, sums = objective_loss(terms, objective)
+            with tally.clock.phase("backward"):
+                loss.backward()
             tally.add(loss, sums, pack.trained_tokens)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._settings.optimiser.clip_norm)
         tally.gradient_norm = norm.item()

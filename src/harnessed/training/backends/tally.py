@@ -9,6 +9,8 @@ from itertools import chain
 import numpy as np
 from torch import Tensor
 
+from harnessed.training.metrics import Clock
+
 
 @dataclass(slots=True)
 class Tally:
@@ -21,6 +23,8 @@ class Tally:
     sums: Counter[str] = field(default_factory=Counter)
     largest: dict[str, float] = field(default_factory=dict)
     """Of names that end with _max."""
+    clock: Clock = field(default_factory=Clock)
+    """Phases `forward` and `backward`."""
 
     def add(self, loss: Tensor, sums: dict[str, Tensor], tokens: int) -> None:
         """A micro-batch, with the loss and the sums of `objective_loss`."""
@@ -39,15 +43,24 @@ class Tally:
 
 
 def means(steps: list[Tally]) -> dict[str, float]:
-    """Means over the tokens of all steps, the largest of what is a maximum, loss and gradient norm of a mean step."""
+    """Means over the tokens of all steps, the largest of what is a maximum, loss and gradient norm of a mean step.
+
+    `importance_ess` is the effective sample size of the importance weights, as a share of the tokens: (sum w)^2 / (n
+    sum w^2).
+    """
     tokens = max(sum(step.tokens for step in steps), 1)
     sums: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     for step in steps:
         sums.update(step.sums)
+        seconds.update(step.clock.seconds)
+    weight, squared = sums["importance_weight"], sums.pop("importance_weight_squared", 0.0)
     names = dict.fromkeys(chain.from_iterable(step.largest for step in steps))
     return {
         **{name: total / tokens for name, total in sums.items()},
+        **seconds,
         **{name: float(np.max([step.largest[name] for step in steps if name in step.largest])) for name in names},
+        "importance_ess": weight**2 / (tokens * squared) if squared else 0.0,
         "loss": statistics.fmean(step.loss for step in steps),
-        "gradient_norm": statistics.fmean(step.gradient_norm for step in steps),
+        "grad_norm": statistics.fmean(step.gradient_norm for step in steps),
     }

@@ -77,6 +77,7 @@ def test_objectives_that_fit_together(path):
         ("trainer.objective.kl.coefficient=-1", "trainer.objective.kl.coefficient: "),
         ("trainer.objective.importance.cap=0", "trainer.objective.importance.cap: "),
         ("trainer.advantage={refill: 1, equal_groups: keep}", "takes the place of skipped groups"),
+        ("trainer.advantage={refill: 1, kind: gae}", "kind gae skips none"),
         ("trainer.advantage.discount=0.9", "a rollout is one whole without trainer.advantage.per_call"),
         ("trainer.optimiser_steps=9", "trainer.groups_per_step is 8"),
         ("trainer.steps", "section.setting=value"),

@@ -271,9 +271,10 @@ class Advantage(Settings):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "Advantage":
-        if self.refill and (self.equal_groups == "keep" or self.kind == "gae"):
-            why = "kind is gae, which skips none" if self.kind == "gae" else "equal_groups is keep"
-            raise ValueError(f"trainer.advantage.refill: takes the place of skipped groups, and {why}")
+        if self.refill and self.equal_groups == "keep":
+            raise ValueError("trainer.advantage.refill: takes the place of skipped groups, and equal_groups is keep")
+        if self.refill and self.kind == "gae":
+            raise ValueError("trainer.advantage.refill: takes the place of skipped groups, and kind gae skips none")
         if self.per == "row" and (self.per_call or self.kind == "gae"):
             raise ValueError("trainer.advantage.per: row compares whole rollouts, without per_call and kind gae")
         if self.discount < 1 and not self.per_call and self.kind != "gae":

@@ -46,10 +46,12 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
 
 
 def test_a_critic_and_a_divergence_in_the_reward(tmp_path):
-    kl = {"coefficient": 0.1, "place": "reward"}
+    kl = {"coefficient": 0.1, "place": "reward", "estimator": "k3"}
     settings = {"steps": 2, "advantage": {"kind": "gae"}, "objective": {"kl": kl}}
     metrics, summary = run(make_config(tmp_path, trainer=settings), tmp_path / "run")
     assert [metrics[step]["update_applied"] for step in (1, 2)] == [True, True]
+    assert {"value_loss", "value_mean", "value_explained"} <= metrics[2].keys()
+    assert metrics[1]["kl_reference"] == 0 < metrics[2]["kl_reference"]
     assert metrics[1]["value_mean"] == 0  # its head begins with zeros
     assert metrics[2]["value_mean"] != 0
     assert summary["fates"].get("group_skipped", 0) == 0  # nothing is compared

@@ -14,6 +14,7 @@ from harnessed.config import Advantage, Critic, Kl, Lora, Objective, Optimiser, 
 from harnessed.training.backends.local import LocalBackend
 from harnessed.training.marking import by_call, by_rollout
 from harnessed.training.samples import build
+from harnessed.training.selection import select
 from harnessed.training.valuing import penalise, select_by_critic
 
 FAST = Optimiser(learning_rate=1e-3)
@@ -145,7 +146,7 @@ def test_a_critic_goes_on_from_a_checkpoint(model, tmp_path):
     first = with_critic(model, tmp_path / "w")
     learn(first.critic, 2)
     train(first, [0])
-    first.save(tmp_path / "c", {"step": 1, "version": [0, 1]})
+    first.save(tmp_path / "c", {"step": 1, "version": [0, 1], "tasks": 8})
     whole = learn(first.critic, 2)
     settings = Trainer(optimiser=FAST, advantage=GAE, critic=Critic(optimiser=FAST), resume_from=tmp_path / "c")
     second = LocalBackend(model, tmp_path / "w2", settings)
@@ -173,3 +174,12 @@ def test_without_a_term_in_the_reward_nothing_is_taken():
     samples, _ = rollouts()
     penalise([samples], None, Trainer(objective=Objective(kl=Kl(coefficient=0.1))))
     assert [sample.penalty for sample in samples] == [0.0, 0.0]
+
+
+def test_a_penalty_counts_in_advantages():
+    pair = [two_calls("g.0", reward=1.0), two_calls("g.1", reward=1.0)]
+    pair[1].penalty = 0.5
+    taken = select([pair], Advantage(normalise_deviation=False))
+    assert taken.advantages == [0.25, -0.25]
+    _, lesson = select_by_critic([pair], Known([0.0] * 4), Trainer(advantage=Advantage(kind="gae")))
+    assert lesson.returns.tolist() == [1.0, 1.0, 0.5, 0.5]

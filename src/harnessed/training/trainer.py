@@ -31,7 +31,7 @@ from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
 from harnessed.training.selection import Group, Taken, select, why_not
 from harnessed.training.tasks import take
-from harnessed.training.valuing import Lesson, penalise, select_by_critic
+from harnessed.training.valuing import Lesson, of_penalties, penalise, select_by_critic
 
 CURVE_EVERY = 10
 """Steps after which curve.png is drawn again; after each evaluation as well."""
@@ -125,15 +125,18 @@ class Trainer:
             groups = self._roll_out(number)
         self._display.phase("update")
         with clock.phase("build"):
-            taken, lesson = self._select(groups)
+            samples = [group.samples for group in groups]
+            metrics: Line = of_penalties(samples, settings)
+            taken, lesson = self._select(samples)
             self._check_versions(taken)
-            metrics: Line = of_taken(taken, self._backend.version)
+            metrics |= of_taken(taken, self._backend.version)
             steps = packed_steps(taken, settings, self._config.run.seed + number)
         with clock.phase("update"):
             update = self._update(taken, steps)
-        if self._backend.critic and lesson and update and update.applied:
+        critic = self._backend.critic
+        if critic and lesson and update and update.applied:
             with clock.phase("critic"):
-                metrics |= self._backend.critic.learn(lesson.packs, lesson.before, lesson.returns)
+                metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
             self._consumed += [group.spec.id for group in groups]
             self._steps = number
@@ -172,11 +175,12 @@ class Trainer:
                 break
         return groups
 
-    def _select(self, groups: list[Group]) -> tuple[Taken, Lesson | None]:
-        settings, samples = self._config.trainer, [group.samples for group in groups]
-        if self._backend.critic is None:
-            return select(samples, settings.advantage), None
-        return select_by_critic(samples, self._backend.critic, settings)
+    def _select(self, groups: list[list[Sample]]) -> tuple[Taken, Lesson | None]:
+        """What the update takes, and what a critic learns from it."""
+        settings, critic = self._config.trainer, self._backend.critic
+        if critic is None:
+            return select(groups, settings.advantage), None
+        return select_by_critic(groups, critic, settings)
 
     def _check_versions(self, taken: Taken) -> None:
         """In a synchronous run every token is sampled by the weights that it trains."""

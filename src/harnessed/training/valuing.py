@@ -43,12 +43,24 @@ class Lesson:
 
 def penalise(groups: list[list[Sample]], reference: Reference, settings: Trainer) -> None:
     """With a KL term in the reward, note what it takes from each rollout's."""
-    kl = settings.objective.kl
-    if not kl.coefficient or kl.place != "reward":
+    if not _in_reward(settings):
         return
     packs, flat = by_rollout(groups, settings), list(chain.from_iterable(groups))
     for sample, divergence in zip(flat, reference.divergences(packs, len(flat)), strict=True):
-        sample.penalty = kl.coefficient * divergence
+        sample.penalty = settings.objective.kl.coefficient * divergence
+
+
+def of_penalties(groups: list[list[Sample]], settings: Trainer) -> dict[str, float]:
+    """Metrics of what `penalise` noted."""
+    if not _in_reward(settings):
+        return {}
+    flat = list(chain.from_iterable(groups))
+    divergence = math.fsum(sample.penalty for sample in flat) / settings.objective.kl.coefficient
+    return {"kl_reference": divergence / max(sum(sample.trained_tokens for sample in flat), 1)}
+
+
+def _in_reward(settings: Trainer) -> bool:
+    return settings.objective.kl.coefficient > 0 and settings.objective.kl.place == "reward"
 
 
 def select_by_critic(groups: list[list[Sample]], critic: Values, settings: Trainer) -> tuple[Taken, Lesson]:

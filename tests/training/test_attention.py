@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from harnessed.config import ConfigError
-from harnessed.training.backends import attention, policy
+from harnessed.training.backends import attention, blocks, policy
 from harnessed.training.backends.attention import attend_by_trees
 from harnessed.training.backends.policy import distributions, distributions_at
 from harnessed.training.batching import deal
@@ -50,19 +50,21 @@ def test_any_budget_shared_or_not_gives_the_loss_and_gradients_of_the_definition
     assert close(of_packs(ours, pack(weighted, budget, share)), of_rows(plain, weighted))
 
 
-@pytest.mark.parametrize("queries", [7, 64])
-def test_long_trees_are_computed_by_blocks(models, monkeypatch, queries):
-    """Rows that begin a tree, blocks of queries within it, and small trees together all occur."""
-    monkeypatch.setattr(attention, "QUERIES", queries)
+@pytest.mark.parametrize(
+    ("long", "queries", "kinds"),
+    [(1, 1, {False}), (16, 7, {False, True}), (16, 64, {False, True}), (10_000, 256, {True})],
+)
+def test_long_runs_of_a_row_and_blocks_of_short_ones_give_the_same(models, monkeypatch, long, queries, kinds):
+    monkeypatch.setattr(blocks, "LONG", long)
+    monkeypatch.setattr(blocks, "QUERIES", queries)
     ours, plain = models["qwen3"]
-    weighted = scored_groups(*step(3, groups=4, members=4, count=8, most=60))
+    weighted = scored_groups(*step(3, groups=4, members=4, count=8, most=40))
     packs = pack(weighted, 2000, share=True) + pack(weighted, 2000, share=False)
-    blocks = [block for each in packs for block in attention._blocks(each)]
-    assert {block.keys is None for block in blocks} == {True, False}
-    for each in packs:
-        ends = [(block.begin, block.end) for block in attention._blocks(each)]
-        assert [begin for begin, _ in ends] == [0, *(end for _, end in ends[:-1])]
-        assert ends[-1][1] == len(each.tokens)
+    made = [blocks.blocks_of(each.positions, each.reach) for each in packs]
+    assert {block.masked for pack_blocks in made for block in pack_blocks} == kinds
+    for each, pack_blocks in zip(packs, made, strict=True):
+        assert [block.begin for block in pack_blocks] == [0, *(block.end for block in pack_blocks[:-1])]
+        assert pack_blocks[-1].end == len(each.tokens)
     loss, gradients = of_rows(plain, weighted)
     assert close(of_packs(ours, packs), (2 * loss, 2 * gradients))
 
@@ -136,9 +138,10 @@ def test_normalisation_by_samples_depends_on_nothing_else(models, seed):
 def test_one_to_four_processes_give_the_same_loss_and_gradients(models, tmp_path):
     groups, advantages = step(11)
     expected = of_packs(models["qwen3"][0], pack(scored_groups(groups, advantages), 60, share=True))
-    spawned = multiprocessing.get_context("spawn")
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(["packed"])
     arguments = (str(tmp_path / "meet"), str(tmp_path / "results"), 11, 4)
-    processes = [spawned.Process(target=rank_main, args=(rank, *arguments)) for rank in range(4)]
+    processes = [forked.Process(target=rank_main, args=(rank, *arguments)) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:
@@ -167,6 +170,19 @@ def test_shared_prefixes_change_nothing_that_float32_shows(kind):
     weighted = scored_groups(*step(5, groups=2, members=4, count=8, most=40))
     shared, apart = (of_packs(ours, pack(weighted, 4000, share)) for share in (True, False))
     assert close(shared, apart, 1e-5)
+
+
+def test_under_autocast_shared_and_unshared_rows_give_what_transformers_gives():
+    ours, plain = prepared("qwen3", torch.float32), tiny("qwen3", torch.float32)
+    weighted = scored_groups(*step(5, groups=2, members=4, count=8, most=60))
+    exact, exact_gradients = of_rows(plain, weighted)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, theirs = of_rows(plain, weighted)
+        results = [of_packs(ours, pack(weighted, 4000, share)) for share in (True, False)]
+    usual = (theirs - exact_gradients).norm()
+    for loss, gradients in results:
+        assert loss == pytest.approx(exact, rel=0.1)
+        assert (gradients - exact_gradients).norm() < 1.5 * usual
 
 
 def test_logits_in_parts_are_those_of_the_whole(models, monkeypatch):

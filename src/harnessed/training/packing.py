@@ -195,8 +195,7 @@ def _filled(trees: list[Tree], budget: int) -> list[list[Tree]]:
         else:
             room, number = budget, len(packs)
             packs.append([tree])
-        if room > size:
-            insort(rooms, (room - size, number))
+        insort(rooms, (room - size, number))
     return packs
 
 

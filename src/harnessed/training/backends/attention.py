@@ -1,42 +1,28 @@
 """How transformers models attend over a pack: each token sees its row's earlier tokens, and shared ones stand once.
 
 A model that `attend_by_trees` has prepared is called with `seen(pack)`, beside its tokens and positions. What a token
-sees follows from `Pack.reach`: token i sees j if and only if j <= i < reach[j]. On CPUs that is
-scaled_dot_product_attention, causal where a tree has one row and else by blocks of queries, each over the tokens that
-one of them sees at all; on CUDA it is FlexAttention.
+sees follows from `Pack.reach`: token i sees j if and only if j <= i < reach[j]. On CPUs it is computed by `blocks.py`,
+on CUDA by FlexAttention.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from harnessed.config import ConfigError
-from harnessed.training.packing import Pack
+from harnessed.training.backends.blocks import Block, attend, blocks_of
+from harnessed.training.packing import Pack, blank
 
 NAME = "harnessed_tree"
-QUERIES = 256
-"""Of one block. More waste time on what most of a block does not see, fewer on calls."""
 TOLERANCE = 0.02
 """Of the hidden states' norm, in the probe of a model. bfloat16 differs by less, and a missing mask by far more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Queries that attend in one call."""
-
-    begin: int
-    end: int
-    keys: Tensor | None
-    """[keys] int64, the tokens that one of the queries sees at least; None: the queries are one row, from its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +40,7 @@ def seen(pack: Pack, device: torch.device) -> dict[str, Any]:
     reach = torch.from_numpy(pack.reach).to(device)
     if device.type == "cuda":
         return {"reach": reach, "trees": Seen([], _block_mask(reach))}
-    return {"reach": reach, "trees": Seen(_blocks(pack), None)}
+    return {"reach": reach, "trees": Seen(blocks_of(pack.positions, pack.reach), None)}
 
 
 def attend_by_trees(model: Any) -> None:
@@ -83,14 +69,13 @@ def attend_by_trees(model: Any) -> None:
 
 def _probe(model: Any, device: torch.device) -> Tensor:
     """Hidden states [6, hidden] of the rows 0 1 2 3 and 0 1 4 5 as one tree."""
+    positions, reach = np.array([0, 1, 2, 3, 2, 3]), np.array([6, 6, 4, 4, 6, 6])
+    pack = replace(blank(), positions=positions, reach=reach, trees=np.array([0, 6]))
     tokens = torch.arange(6, device=device)[None] % model.config.vocab_size
-    positions = torch.tensor([[0, 1, 2, 3, 2, 3]], device=device)
-    whole, none = np.zeros(0, np.int64), np.zeros(0, np.float32)
-    reach, trees = np.array([6, 6, 4, 4, 6, 6]), np.array([0, 6])
-    pack = Pack(whole, whole, reach, trees, whole, whole, none, none, none, none, whole, np.zeros(0, np.int32))
+    places = torch.from_numpy(positions).to(device)[None]
     with torch.no_grad():
         output = model.base_model(
-            input_ids=tokens, position_ids=positions, attention_mask=None, use_cache=False, **seen(pack, device)
+            input_ids=tokens, position_ids=places, attention_mask=None, use_cache=False, **seen(pack, device)
         )
     hidden: Tensor = output.last_hidden_state[0]
     return hidden
@@ -121,67 +106,13 @@ def tree_attention(
         raise ValueError("its layers do not pass on what a token sees")
     if dropout:
         raise ValueError("it has dropout in its attention: set attention_dropout to 0 in its config.json")
+    # Under autocast norms and rotations leave queries and keys wider than values, as they do for torch's own attention.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     if trees.mask is not None:
         attended = _flex()(query, key, value, block_mask=trees.mask, scale=scaling, enable_gqa=True)
     else:
-        attended = torch.cat([_attend(query, key, value, reach, block, scaling) for block in trees.blocks], dim=2)
+        attended = attend(query, key, value, reach, trees.blocks, scaling or query.shape[-1] ** -0.5)
     return attended.transpose(1, 2).contiguous(), None
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, block: Block, scale: float | None) -> Tensor:
-    """[1, heads, queries, d] of one block."""
-    span = slice(block.begin, block.end)
-    if block.keys is None:
-        of_row = (query[:, :, span], key[:, :, span], value[:, :, span])
-        return scaled_dot_product_attention(*of_row, is_causal=True, scale=scale, enable_gqa=True)
-    if not torch.is_grad_enabled():
-        return _attend_to(query[:, :, span], key, value, reach, block, scale)
-    # Keys, values and mask of every block together are far larger than what they are taken from: they are not kept.
-    again: Tensor = checkpoint(
-        _attend_to, query[:, :, span], key, value, reach, block, scale, use_reentrant=False, preserve_rng_state=False
-    )
-    return again
-
-
-def _attend_to(query: Tensor, key: Tensor, value: Tensor, reach: Tensor, block: Block, scale: float | None) -> Tensor:
-    """The block's queries [1, heads, queries, d] over the tokens that they see."""
-    at = torch.arange(block.begin, block.end, device=query.device)[:, None]
-    mask = (block.keys <= at) & (at < reach[block.keys])  # [queries, keys]
-    groups = query.shape[1] // key.shape[1]
-    # Fused kernels take a mask only with as many key heads as heads.
-    keys = key.index_select(2, block.keys).repeat_interleave(groups, 1)
-    values = value.index_select(2, block.keys).repeat_interleave(groups, 1)
-    return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale)
-
-
-def _blocks(pack: Pack) -> list[Block]:
-    """Blocks that cover the pack in order: the row that a tree begins with, then the rest; small trees together."""
-    blocks: list[Block] = []
-    small: int | None = None  # where a block of small trees begins
-
-    def masked(begin: int, end: int) -> None:
-        for first in range(begin, end, QUERIES):
-            last = min(first + QUERIES, end)
-            keys = np.flatnonzero(pack.reach[:last] > first)
-            blocks.append(Block(first, last, torch.from_numpy(keys)))
-
-    for begin, end in zip(pack.trees[:-1].tolist(), pack.trees[1:].tolist(), strict=True):
-        if small is not None and end - small > QUERIES:
-            masked(small, begin)
-            small = None
-        if end - begin <= QUERIES // 2:
-            small = begin if small is None else small
-            continue
-        if small is not None:
-            masked(small, begin)
-            small = None
-        jumps = np.flatnonzero(np.diff(pack.positions[begin:end]) != 1)
-        row = begin + int(jumps[0]) + 1 if len(jumps) else end
-        blocks.append(Block(begin, row, None))
-        masked(row, end)
-    if small is not None:
-        masked(small, int(pack.trees[-1]))
-    return blocks
 
 
 def _block_mask(reach: Tensor) -> BlockMask:

@@ -69,7 +69,7 @@ def parent(pid: int) -> int:
 
 def test_a_claimed_rollout_is_run_and_its_end_reported(shared: ScriptedGateway) -> None:
     end = shared.end(shared.add("ok", {"do": "answer"}))
-    assert end == {"outcome": "ok", "reason": "", "reward": 1.0, "parts": {}, "attempts": 3}
+    assert end == {"outcome": "ok", "reason": "", "reward": 1.0, "parts": {}, "call_rewards": [], "attempts": 3}
 
 
 def test_an_end_that_another_attempt_cannot_change_forbids_one(shared: ScriptedGateway) -> None:

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harnessed.config import ConfigError, load
+from harnessed.config import ConfigError
+from harnessed.loading import load
 
 MINIMAL = {
     "policy": {"model": "model"},

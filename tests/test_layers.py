@@ -15,6 +15,7 @@ ALLOWED = {
     "records": set(),
     "config": {"records"},
     "client": {"records"},
+    "loading": {"config"},
     "logs": set(),
     "weights": {"records"},
     "services": {"config"},

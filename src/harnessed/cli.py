@@ -21,7 +21,8 @@ from harnessed import logs, services
 from harnessed.browse.arguments import add_commands
 from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
-from harnessed.config import Config, ConfigError, load
+from harnessed.config import Config, ConfigError
+from harnessed.loading import load
 from harnessed.records import TRAINED_OUTCOMES, Purpose, Task
 from harnessed.run import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, URL_FILE, Run, admin_key, keep_keys
 from harnessed.training.failures import RunFailed

@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from harnessed.client import ApiError, Client, Unreachable, check_ready, get_status
-from harnessed.config import ConfigError, load
+from harnessed.config import ConfigError
+from harnessed.loading import load
 from harnessed.records import Status
 from harnessed.run import ADMIN_KEY_FILE, URL_FILE, admin_key
 

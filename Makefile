@@ -18,7 +18,7 @@ demo: $(INSTALLED) $(MODEL)/config.json
 	@$(VENV)/bin/harnessed train examples/demo/demo.yaml run.seed=$(SEED) policy.model=$(MODEL) run.folder=$(RUN)
 
 test: $(INSTALLED) families trackers $(SMOLLM2)/config.json
-	@echo "test: runs the whole test suite with real processes and servers; about 12 minutes on two cores"
+	@echo "test: runs the whole test suite with real processes and servers; about eight minutes on two cores"
 	@$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/harnesses --ignore tests/chaos --ignore tests/peers -rs
 
 chaos: $(INSTALLED)

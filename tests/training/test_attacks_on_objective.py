@@ -1,9 +1,22 @@
 """Cases at the edge of what docs/algorithms.md says, each of which was wrong once."""
 
-from packed import scored_groups
+import pytest
+from packed import close, of_packs, of_rows, scored_groups, tiny
 from test_packing import trained_by_packs, trained_by_rows
 from transcripts import node, transcript
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+)
 
+from harnessed.config import ConfigError
+from harnessed.training.backends.attention import attend_by_trees
 from harnessed.training.packing import pack
 from harnessed.training.samples import build
 
@@ -23,3 +36,44 @@ def test_a_prompt_ends_where_an_answer_was_a_stop_alone():
     samples = [build(transcript(each, id=f"g.{i}")) for i, each in enumerate((nodes, other))]
     groups = scored_groups([samples], [1.0, -1.0])
     assert trained_by_packs(pack(groups, 1000, share=True)) == trained_by_rows(groups)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_models_whose_positions_depend_on_the_longest_row_of_a_pack_are_refused(kind):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10_000.0} | (factors if kind == "longrope" else {})
+    with pytest.raises(ConfigError, match=rf"its positions \({kind}\)"):
+        attend_by_trees(tiny("llama", rope_parameters=rope, max_position_embeddings=64))
+    attend_by_trees(tiny("llama", rope_parameters=rope | {"rope_type": "linear"}, max_position_embeddings=64))
+
+
+SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0)),
+        lambda: CohereForCausalLM(CohereConfig(**SMALL, logit_scale=0.25, eos_token_id=STOP)),
+    ],
+)
+def test_models_that_scale_their_logits_are_refused(model):
+    """The trainer multiplies hidden states with the output layer, and would train another distribution."""
+    with pytest.raises(ConfigError, match="its logits are more than its output layer gives"):
+        attend_by_trees(model())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=16, n_layer=2, n_head=2, n_positions=64)),
+        lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL)),
+    ],
+)
+def test_models_with_other_names_for_their_parts_are_trained(model):
+    ours, plain = model().double().eval(), model().double().eval()
+    plain.load_state_dict(ours.state_dict())
+    attend_by_trees(ours)
+    samples = [build(transcript([node(1, 0, [1, 2, 3, i], [4, STOP])], id=f"g.{i}")) for i in (0, 1)]
+    groups = scored_groups([samples], [1.0, -1.0])
+    assert close(of_packs(ours, pack(groups, 100, share=True)), of_rows(plain, groups))

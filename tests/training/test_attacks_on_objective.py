@@ -1,7 +1,9 @@
 """Cases at the edge of what docs/algorithms.md says, each of which was wrong once."""
 
+import numpy as np
 import pytest
 from packed import close, of_packs, of_rows, scored_groups, tiny
+from policies import add_model, make_policy
 from test_packing import trained_by_packs, trained_by_rows
 from transcripts import node, transcript
 from transformers import (
@@ -15,8 +17,10 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from harnessed.config import ConfigError
+from harnessed.config import Advantage, ConfigError, Trainer
 from harnessed.training.backends.attention import attend_by_trees
+from harnessed.training.backends.critic import Critic
+from harnessed.training.marking import by_call
 from harnessed.training.packing import pack
 from harnessed.training.samples import build
 
@@ -77,3 +81,17 @@ def test_models_with_other_names_for_their_parts_are_trained(model):
     samples = [build(transcript([node(1, 0, [1, 2, 3, i], [4, STOP])], id=f"g.{i}")) for i in (0, 1)]
     groups = scored_groups([samples], [1.0, -1.0])
     assert close(of_packs(ours, pack(groups, 100, share=True)), of_rows(plain, groups))
+
+
+def test_a_call_counts_once_in_the_critics_loss_in_however_many_packs_its_answers_are(tmp_path):
+    """Two answers to one request, in rows of their own, and another call."""
+    nodes = [node(1, 0, [1, 2], [3, STOP]), node(2, 0, [1, 2], [4, STOP]), node(3, 0, [5], [6, STOP])]
+    nodes[0].call = nodes[1].call = "two answers"
+    sample = build(transcript(nodes))
+    assert len(sample.calls) == 2
+    critic = Critic(add_model(make_policy(tmp_path / "policy")), Trainer(advantage=Advantage(kind="gae")))
+    losses = []
+    for budget in (1000, 1):
+        packs = by_call([[sample]], Trainer(micro_batch_tokens=budget, share_prefixes=False))
+        losses.append(sum(loss.item() for loss in critic._losses(packs, np.zeros(2), np.array([1.0, 2.0]))))
+    assert losses == [pytest.approx((1 + 4) / 2)] * 2

@@ -18,11 +18,12 @@ from transformers import (
 )
 
 from harnessed.config import Advantage, ConfigError, Trainer
+from harnessed.records import Fate, Overlong
 from harnessed.training.backends.attention import attend_by_trees
 from harnessed.training.backends.critic import Critic
 from harnessed.training.marking import by_call
 from harnessed.training.packing import pack
-from harnessed.training.samples import build
+from harnessed.training.samples import Bound, build
 
 STOP = 96
 
@@ -95,3 +96,12 @@ def test_a_call_counts_once_in_the_critics_loss_in_however_many_packs_its_answer
         packs = by_call([[sample]], Trainer(micro_batch_tokens=budget, share_prefixes=False))
         losses.append(sum(loss.item() for loss in critic._losses(packs, np.zeros(2), np.array([1.0, 2.0]))))
     assert losses == [pytest.approx((1 + 4) / 2)] * 2
+
+
+def test_a_side_call_that_is_too_long_ends_no_run():
+    """It is no training row. Harnesses ask for a title with all that was said so far."""
+    nodes = [node(1, 0, [1, 2], [3, STOP]), node(2, 0, [4] * 20, [5, STOP])]
+    nodes[1].apart = Fate.SIDE_CALL
+    sample = build(transcript(nodes), Bound(8, Overlong.FAIL))
+    assert [row.path for row in sample.rows] == [(1,)]
+    assert sample.fates == {Fate.TRAINED: 2, Fate.SIDE_CALL: 2}

@@ -1,7 +1,11 @@
 """Cases at the edge of what docs/algorithms.md says, each of which was wrong once."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from packed import close, of_packs, of_rows, scored_groups, tiny
 from policies import add_model, make_policy
 from test_packing import trained_by_packs, trained_by_rows
@@ -18,6 +22,7 @@ from transformers import (
 )
 
 from harnessed.config import Advantage, ConfigError, Trainer
+from harnessed.loading import load
 from harnessed.records import Fate, Overlong
 from harnessed.training.backends.attention import attend_by_trees
 from harnessed.training.backends.critic import Critic
@@ -26,6 +31,7 @@ from harnessed.training.packing import pack
 from harnessed.training.samples import Bound, build
 
 STOP = 96
+CUTS = [Overlong.TRUNCATE, Overlong.DROP]
 
 
 def test_a_prompt_ends_where_an_answer_was_a_stop_alone():
@@ -41,6 +47,28 @@ def test_a_prompt_ends_where_an_answer_was_a_stop_alone():
     samples = [build(transcript(each, id=f"g.{i}")) for i, each in enumerate((nodes, other))]
     groups = scored_groups([samples], [1.0, -1.0])
     assert trained_by_packs(pack(groups, 1000, share=True)) == trained_by_rows(groups)
+
+
+def alike(rng, count):
+    """Nodes whose tokens are few, so that what differs often looks the same; answers may be a stop alone."""
+    nodes = []
+    for number in range(1, count + 1):
+        parent = int(rng.integers(0, min(number, 3)))
+        segment, answer = (rng.integers(0, 2, int(rng.integers(0, most))).tolist() for most in (4, 2))
+        made = node(number, parent, segment or [1], [*answer, STOP])
+        made.cut, made.apart = int(parent > 0 and rng.random() < 0.6), "side_call" if rng.random() < 0.2 else ""
+        nodes.append(made)
+    return nodes
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([1, 20, 40, 1000]), st.none() | st.integers(1, 25), st.sampled_from(CUTS))
+def test_tokens_that_look_alike_are_not_mistaken_for_shared_ones(seed, budget, tokens, overlong):
+    rng = np.random.default_rng(seed)
+    bound = Bound(tokens, overlong)
+    samples = [build(transcript(alike(rng, int(rng.integers(2, 8))), id=f"g.{i}"), bound) for i in range(3)]
+    groups = scored_groups([samples], rng.normal(size=3).tolist())
+    assert trained_by_packs(pack(groups, budget, share=True)) == trained_by_rows(groups)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
@@ -105,3 +133,10 @@ def test_a_side_call_that_is_too_long_ends_no_run():
     sample = build(transcript(nodes), Bound(8, Overlong.FAIL))
     assert [row.path for row in sample.rows] == [(1,)]
     assert sample.fates == {Fate.TRAINED: 2, Fate.SIDE_CALL: 2}
+
+
+def test_greedy_answers_are_not_trained_on():
+    """The engine says that their probability is 1, and the trainer has no such distribution."""
+    with pytest.raises(ConfigError, match=r"sampling\.temperature: greedy answers cannot be trained on"):
+        load(Path("examples/demo/demo.yaml"), ["sampling.temperature=0"])
+    assert load(Path("examples/demo/demo.yaml"), ["evaluation.sampling.temperature=0"]).evaluation.sampling

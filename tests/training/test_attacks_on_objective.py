@@ -1,9 +1,11 @@
 """Cases at the edge of what docs/algorithms.md says, each of which was wrong once."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed import close, of_packs, of_rows, scored_groups, tiny
@@ -21,11 +23,13 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from harnessed.config import Advantage, ConfigError, Trainer
+from harnessed.config import Advantage, ConfigError, Objective, Trainer
 from harnessed.loading import load
 from harnessed.records import Fate, Overlong
+from harnessed.training.advantages import all_equal
 from harnessed.training.backends.attention import attend_by_trees
 from harnessed.training.backends.critic import Critic
+from harnessed.training.losses import policy_objective
 from harnessed.training.marking import by_call
 from harnessed.training.packing import pack
 from harnessed.training.samples import Bound, build
@@ -140,3 +144,23 @@ def test_greedy_answers_are_not_trained_on():
     with pytest.raises(ConfigError, match=r"sampling\.temperature: greedy answers cannot be trained on"):
         load(Path("examples/demo/demo.yaml"), ["sampling.temperature=0"])
     assert load(Path("examples/demo/demo.yaml"), ["evaluation.sampling.temperature=0"]).evaluation.sampling
+
+
+def test_rewards_that_differ_by_rounding_are_equal():
+    assert all_equal([[0.1 + 0.2], [0.3]])
+    assert not all_equal([[0.3], [0.3001]])
+
+
+def test_side_calls_are_calls():
+    """An evaluator that knows the answers that the harness got has a reward for each of them."""
+    nodes = [node(1, 0, [1], [2, STOP]), node(2, 0, [3], [4, STOP])]
+    nodes[0].apart = Fate.SIDE_CALL
+    assert build(transcript(nodes)).calls == [[1], [2]]
+
+
+def test_a_token_counts_as_clipped_where_the_bound_is_what_counts():
+    """Ratios e^-1 and e^1, each with both signs of A: two of the four have the unclipped term as the smaller one."""
+    log_ratio = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    terms = SimpleNamespace(advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]), answers=torch.arange(4))
+    _, counts = policy_objective(log_ratio, terms, Objective())
+    assert (counts["clip_fraction_low"], counts["clip_fraction_high"]) == (1, 1)

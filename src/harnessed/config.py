@@ -429,7 +429,12 @@ class Config(Settings):
     evaluation: Evaluation = Evaluation()
 
     @model_validator(mode="after")
-    def _trains_on_the_whole_vocabulary(self) -> "Config":
+    def _trains_on_what_was_sampled(self) -> "Config":
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "sampling.temperature: greedy answers cannot be trained on, since none could have been another; "
+                "for held-out tasks set evaluation.sampling.temperature"
+            )
         if self.sampling.top_p < 1:
             raise ValueError(
                 f"sampling.top_p: {self.sampling.top_p:g} cannot be trained on, since the trainer computes "

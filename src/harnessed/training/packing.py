@@ -125,9 +125,10 @@ def _ordered(group: list[list[Scored]]) -> Tree:
 
 
 def _first_segment(row: Row) -> NDArray[np.int32]:
-    """The prompt in front of its first answer."""
+    """The prompt in front of its first answer, which may have no token in the row: a stop alone, and that cut off."""
     answered = row.answers != 0
-    return row.tokens[: int(answered.argmax()) if answered.any() else len(answered)]
+    end = int(answered.argmax()) if answered.any() else len(answered)
+    return row.tokens[: min([end, *row.begins[1:2]])]
 
 
 def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:

@@ -137,6 +137,11 @@ def _rows(rollout: str, nodes: list[Node], bound: Bound) -> tuple[list[Row], Led
             ledger[number] = [(Fate.NO_LOGPROB, node.sampled)]
     starts, rows = _starts(delivered), []
     for leaf in sorted(delivered.keys() - {node.parent for node in delivered.values() if not node.cut}):
+        path = path_to(delivered, leaf)
+        # An answer whose stop is cut out of this row is trained where it stands whole.
+        whole = [node.number for node, after in zip_longest(path, path[1:]) if after is None or not after.cut]
+        if open_.isdisjoint(whole):
+            continue
         length = starts[leaf] + delivered[leaf].sampled
         limit = bound.tokens or length
         if length > limit and bound.overlong == Overlong.FAIL:
@@ -146,9 +151,6 @@ def _rows(rollout: str, nodes: list[Node], bound: Bound) -> tuple[list[Row], Led
             )
         if length > limit and bound.overlong == Overlong.DROP:
             continue
-        path = path_to(delivered, leaf)
-        # An answer whose stop is cut out of this row is trained where it stands whole.
-        whole = [node.number for node, after in zip_longest(path, path[1:]) if after is None or not after.cut]
         mine = {number for number in whole if number in open_ and starts[number] < limit}
         if mine:
             rows.append(_row(rollout, path, mine, min(length, limit)))

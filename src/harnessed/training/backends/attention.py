@@ -21,6 +21,8 @@ from harnessed.training.backends.blocks import Block, attend, blocks_of
 from harnessed.training.packing import Pack, blank
 
 NAME = "harnessed_tree"
+SCALED_BY_LENGTH = {"dynamic", "longrope"}
+"""Rotations of positions that change with the longest row of a forward pass, as transformers names them."""
 TOLERANCE = 0.02
 """Of the hidden states' norm, in the probe of a model. bfloat16 differs by less, and a missing mask by far more."""
 
@@ -52,10 +54,19 @@ def attend_by_trees(model: Any) -> None:
         kinds.add("sliding_attention")
     if kinds:
         raise ConfigError(_refusal(model, f"it has layers of {' and '.join(sorted(kinds))}"))
-    rows = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]]) % config.vocab_size
+    if scaled := SCALED_BY_LENGTH & _rope_types(config):
+        raise ConfigError(
+            _refusal(
+                model, f"its positions ({', '.join(sorted(scaled))}) depend on the longest row computed with a token"
+            )
+        )
     device = next(model.parameters()).device
+    rows = torch.tensor([[0, 1, 2, 3], [0, 1, 4, 5]], device=device) % config.vocab_size
     with torch.no_grad():
-        plain = model.base_model(input_ids=rows.to(device), use_cache=False).last_hidden_state  # [2, 4, hidden]
+        plain = model.base_model(input_ids=rows, use_cache=False).last_hidden_state  # [2, 4, hidden]
+        logits, head = model(input_ids=rows, use_cache=False).logits, model.get_output_embeddings()
+        if head is None or not (head(plain) - logits).norm() <= TOLERANCE * logits.norm():
+            raise ConfigError(_refusal(model, "its logits are more than its output layer gives"))
     AttentionInterface.register(NAME, tree_attention)
     try:
         model.set_attn_implementation(NAME)
@@ -65,6 +76,12 @@ def attend_by_trees(model: Any) -> None:
     expected = torch.cat([plain[0], plain[1, 2:]])
     if not (tree - expected).norm() <= TOLERANCE * expected.norm():
         raise ConfigError(_refusal(model, "a token's hidden state depends on more than the tokens that it may see"))
+
+
+def _rope_types(config: Any) -> set[str]:
+    """How the model scales its positions; some name a way for each type of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return {each.get("rope_type", "default") for each in (found, *found.values()) if isinstance(each, dict)}
 
 
 def _probe(model: Any, device: torch.device) -> Tensor:

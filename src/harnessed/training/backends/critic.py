@@ -28,7 +28,7 @@ class Critic:
     def __init__(self, folder: Path, settings: Trainer) -> None:
         """It begins as the backbone of policy.model, in `folder`, with a head of zeros. Raises ConfigError."""
         self._settings = settings
-        self._backbone = models.load(folder, "policy.model").model
+        self._backbone = models.load(folder, "policy.model").base_model
         self._head = torch.nn.Linear(self._backbone.config.hidden_size, 1)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
@@ -102,9 +102,13 @@ class Critic:
         self._updates = found["updates"]
 
     def _losses(self, packs: list[Pack], before: NDArray[np.float64], returns: NDArray[np.float64]) -> Iterator[Tensor]:
-        """The loss of each pack, a sum over its calls."""
+        """The loss of each pack, a sum over its calls. One with answers in several packs counts in the first."""
+        counted = np.zeros(len(before), np.bool_)
         for pack in packs:
             numbers, values = self._values(pack)
+            first = ~counted[numbers]
+            counted[numbers] = True
+            numbers, values = numbers[first], values[torch.from_numpy(first)]
             old, target = (torch.from_numpy(each[numbers]).float() for each in (before, returns))
             errors = (values - target).square()
             if (clip := self._settings.critic.clip) is not None:

@@ -28,7 +28,7 @@ class Critic:
     def __init__(self, folder: Path, settings: Trainer) -> None:
         """It begins as the backbone of policy.model, in `folder`, with a head of zeros. Raises ConfigError."""
         self._settings = settings
-        self._backbone = models.load(folder, "policy.model").model
+        self._backbone = models.load(folder, "policy.model").base_model
         self._head = torch.nn.Linear(self._backbone.config.hidden_size, 1)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)

@@ -33,8 +33,21 @@ def load(folder: Path, setting: str) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"{setting}: cannot load {folder}: {' '.join(str(error).split())}") from error
     model.eval()  # no dropout: the trained distribution has to be the sampled one
+    _check_head(model)
     attend_by_trees(model)
     return model
+
+
+def _check_head(model: Any) -> None:
+    """Raises ConfigError if logits are something else than the output layer makes of hidden states."""
+    tokens = torch.arange(4)[None] % model.config.vocab_size
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        logits, plain = model(input_ids=tokens, use_cache=False).logits, model.get_output_embeddings()(hidden)
+    if not torch.allclose(logits, plain, atol=1e-4, rtol=1e-3, equal_nan=True):
+        raise ConfigError(
+            f"policy.model: the one-machine trainer cannot train {type(model).__name__}: it scales or bounds its logits"
+        )
 
 
 def keep_layer_inputs_only(model: Any) -> None:

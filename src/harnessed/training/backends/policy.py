@@ -25,7 +25,7 @@ def distributions(model: Any, pack: Pack, *, entropy_trained: bool) -> tuple[Ten
     def there(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
-    output = model.model(
+    output = model.base_model(
         input_ids=there(pack.tokens)[None],
         position_ids=there(pack.positions)[None],
         attention_mask=None,
@@ -34,7 +34,7 @@ def distributions(model: Any, pack: Pack, *, entropy_trained: bool) -> tuple[Ten
     )
     hidden = output.last_hidden_state[0, there(pack.before)]  # [N, width]
     inputs = (hidden, there(pack.targets), there(pack.temperatures))
-    return distributions_at(model.lm_head, *inputs, entropy_trained=entropy_trained)
+    return distributions_at(model.get_output_embeddings(), *inputs, entropy_trained=entropy_trained)
 
 
 def distributions_at(

@@ -1,14 +1,22 @@
 """What was found by trying to break the trainer's settings, its checkpoints and its books."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from policies import add_model, make_policy
-from transformers import GPTNeoXForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+)
 from updates import step, train
 
-from harnessed.config import Advantage, ConfigError, Critic, Lora, Optimiser, Trainer
+from harnessed.config import Advantage, ConfigError, Lora, Optimiser, Trainer
 from harnessed.training.backends.local import LocalBackend
 from harnessed.training.selection import select
 
@@ -62,3 +70,86 @@ def test_a_model_that_scales_its_logits_is_refused(tmp_path):
     made = GraniteForCausalLM(GraniteConfig(**SMALL, intermediate_size=64, num_key_value_heads=4, logits_scaling=8.0))
     with pytest.raises(ConfigError, match=r"policy\.model.*Granite.*logits"):
         backend_of(saved(made, tmp_path / "policy"), tmp_path / "w")
+
+
+FILES = {
+    "training.pt": {},
+    "harnessed.json": {},
+    "model.safetensors": {},
+    "adapter/adapter_config.json": LORA,
+    "adapter/adapter_model.safetensors": LORA,
+    "critic.pt": GAE,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(model, tmp_path_factory):
+    """A checkpoint for each of the files' settings."""
+    kinds = {"plain": {}, "lora": LORA, "gae": GAE}
+    return [(kind, checkpoint_of(model, tmp_path_factory.mktemp(name), **kind)) for name, kind in kinds.items()]
+
+
+@pytest.fixture
+def damaged(checkpoints, tmp_path):
+    def copy(settings, change):
+        (whole,) = [folder for kind, folder in checkpoints if kind == settings]
+        folder = tmp_path / "damaged"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        change(folder)
+        return folder
+
+    return copy
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("share", [0, 0.5])
+def test_a_checkpoint_that_is_cut_off_is_one_clear_line(model, damaged, tmp_path, name, share):
+    def cut(folder):
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(len(data) * share)])
+
+    with pytest.raises(ConfigError, match=r"trainer\.resume_from"):
+        backend_of(model, tmp_path / "w", resume_from=damaged(FILES[name], cut), **FILES[name])
+
+
+@pytest.mark.parametrize("name", ["training.pt", "critic.pt", "adapter/adapter_config.json"])
+@pytest.mark.parametrize("content", [{}, []], ids=["empty", "a list"])
+def test_a_checkpoint_that_lacks_something_is_one_clear_line(model, damaged, tmp_path, name, content):
+    def replace(folder):
+        if name.endswith(".json"):
+            (folder / name).write_text(json.dumps(content))
+        else:
+            torch.save(content, folder / name)
+
+    with pytest.raises(ConfigError, match=r"trainer\.resume_from"):
+        backend_of(model, tmp_path / "w", resume_from=damaged(FILES[name], replace), **FILES[name])
+
+
+@pytest.mark.parametrize("file", ["training.pt", "critic.pt"])
+def test_moments_of_other_weights_are_refused(model, damaged, tmp_path, file):
+    def replace(folder):
+        found = torch.load(folder / file)
+        found["optimiser"]["param_groups"] = []
+        torch.save(found, folder / file)
+
+    with pytest.raises(ConfigError, match="moments of other weights"):
+        backend_of(model, tmp_path / "w", resume_from=damaged(FILES[file], replace), **FILES[file])
+
+
+def test_a_checkpoint_without_a_critic_says_so(model, damaged, tmp_path):
+    with pytest.raises(ConfigError, match="was trained without a critic"):
+        backend_of(model, tmp_path / "w", resume_from=damaged({}, lambda _: None), **GAE)
+
+
+@pytest.mark.parametrize("settings", [{}, LORA, GAE], ids=["plain", "lora", "gae"])
+@pytest.mark.parametrize(
+    "change", [{"intermediate_size": 96}, {"num_hidden_layers": 1, "layer_types": ["full_attention"]}]
+)
+def test_a_checkpoint_of_another_model_is_refused(model, damaged, tmp_path, settings, change):
+    """With adapters it was a KeyError or a RuntimeError; without, the engine was built otherwise than the trainer."""
+    config = AutoConfig.from_pretrained(model)
+    config.update(change)
+    other = saved(AutoModelForCausalLM.from_config(config), tmp_path / "other")
+    with pytest.raises(ConfigError, match="another shape"):
+        backend_of(other, tmp_path / "w", resume_from=damaged(settings, lambda _: None), **settings)

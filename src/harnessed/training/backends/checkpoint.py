@@ -27,7 +27,7 @@ from harnessed.records import Version
 ADAPTER_FOLDER = "adapter"
 NOTES_FILE = "harnessed.json"
 TRAINING_FILE = "training.pt"
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError)
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError)
 """What reading one that is damaged or of another making raises."""
 
 
@@ -68,6 +68,8 @@ def read(folder: Path) -> Checkpoint:
     try:
         notes = json.loads((folder / NOTES_FILE).read_bytes())
         training = torch.load(folder / TRAINING_FILE, weights_only=True)
+        if missing := {"kind", "optimiser", "updates", "random"} - set(training):
+            raise ValueError(f"{TRAINING_FILE} lacks {', '.join(sorted(missing))}")
         return Checkpoint(folder, int(notes["step"]), int(notes["tasks"]), Version(*notes["version"]), training)
     except FileNotFoundError as error:
         raise ConfigError(

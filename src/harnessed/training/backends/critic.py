@@ -90,16 +90,22 @@ class Critic:
     def load(self, folder: Path) -> None:
         """Raises ConfigError."""
         settings = self._settings.critic.optimiser
+        if not (folder / FILE).is_file():
+            raise ConfigError(
+                f"trainer.resume_from: {folder} was trained without a critic: set trainer.advantage.kind as it was, or "
+                "set policy.model to the checkpoint and begin anew"
+            )
         try:
             found = torch.load(folder / FILE, weights_only=True)
             if found["kind"] != settings.kind:
                 raise ConfigError(f"trainer.resume_from: set trainer.critic.optimiser.kind to {found['kind']}")
             self._backbone.load_state_dict(found["backbone"])
             self._head.load_state_dict(found["head"])
+            self._updates = int(found["updates"])
+            moments = found["optimiser"]
         except checkpoint.UNREADABLE as error:
             raise ConfigError(f"trainer.resume_from: cannot read the critic in {folder}: {error}") from error
-        optimiser.restore(self._optimiser, found["optimiser"], settings)
-        self._updates = found["updates"]
+        optimiser.restore(self._optimiser, moments, settings)
 
     def _losses(self, packs: list[Pack], before: NDArray[np.float64], returns: NDArray[np.float64]) -> Iterator[Tensor]:
         """The loss of each pack, a sum over its calls."""

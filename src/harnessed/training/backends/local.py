@@ -70,6 +70,8 @@ class LocalBackend:
             raise ConfigError(f"trainer.resume_from: it has taken {self.step} steps: raise trainer.steps above it")
         lora, compares = settings.lora, settings.objective.kl.coefficient > 0
         model = models.load(resumed.folder, "trainer.resume_from") if resumed else models.load(folder, "policy.model")
+        if resumed:
+            models.check_shape(model, folder)
         # With adapters the frozen weights are at hand; without, they are loaded once more to compare with.
         base = models.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
         self.version = _first_version(weights_folder, resumed)

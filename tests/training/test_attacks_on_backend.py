@@ -2,10 +2,13 @@
 
 import json
 import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from policies import add_model, make_policy
+from transcripts import node, transcript
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,9 +19,13 @@ from transformers import (
 )
 from updates import step, train
 
-from harnessed.config import Advantage, ConfigError, Lora, Optimiser, Trainer
+from harnessed.config import Advantage, ConfigError, Lora, Optimiser
+from harnessed.config import Trainer as Settings
+from harnessed.records import Fate
 from harnessed.training.backends.local import LocalBackend
+from harnessed.training.samples import build
 from harnessed.training.selection import select
+from harnessed.training.trainer import Trainer, packed_steps
 
 FAST = Optimiser(learning_rate=1e-2)
 LORA = {"lora": Lora(rank=4)}
@@ -31,7 +38,7 @@ def model(tmp_path_factory):
 
 
 def backend_of(model, folder, **settings):
-    return LocalBackend(model, folder, Trainer(**{"optimiser": FAST} | settings))
+    return LocalBackend(model, folder, Settings(**{"optimiser": FAST} | settings))
 
 
 def checkpoint_of(model, folder, **settings):
@@ -153,3 +160,35 @@ def test_a_checkpoint_of_another_model_is_refused(model, damaged, tmp_path, sett
     other = saved(AutoModelForCausalLM.from_config(config), tmp_path / "other")
     with pytest.raises(ConfigError, match="another shape"):
         backend_of(other, tmp_path / "w", resume_from=damaged(settings, lambda _: None), **settings)
+
+
+def trainer_of(backend, **settings):
+    """A trainer as far as its update goes."""
+    trainer = Trainer.__new__(Trainer)
+    trainer._config = SimpleNamespace(trainer=Settings(**settings))
+    trainer._backend, trainer._engine_stands_still = backend, nullcontext
+    return trainer
+
+
+def groups_of(rewards):
+    """Samples of a group for each pair of rewards."""
+    return [
+        [build(transcript([node(1, 0, [1], [2, 3 + i, 258])], id=f"g{g}.{i}", reward=r)) for i, r in enumerate(pair)]
+        for g, pair in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_a_skipped_step_would_have_trained_is_not_trained(model, tmp_path, epochs):
+    """The second step's gradient is not finite: its tokens were in the books as trained. With a second epoch, the
+    first one has trained none of them either."""
+    settings = {"optimiser_steps": 3, "groups_per_step": 3, "epochs": epochs}
+    trainer = trainer_of(backend_of(model, tmp_path / "w", **settings), **settings)
+    taken = select(groups_of([(0, 1), (0, 1), (0, 1)]), Advantage())
+    steps = packed_steps(taken, trainer._config.trainer, seed=0)
+    steps[1][1][0].advantages[:] = float("inf")
+    update = trainer._update(taken, steps)
+    assert (update.applied, update.metrics["optimiser_steps"]) == (True, 1)
+    trained = [sample.rollout for sample in steps[0][0]]
+    for sample in taken.samples:
+        assert sample.fates == ({Fate.TRAINED: 3} if sample.rollout in trained else {Fate.UPDATE_SKIPPED: 3})

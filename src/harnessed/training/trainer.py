@@ -37,6 +37,8 @@ CURVE_EVERY = 10
 """Steps after which curve.png is drawn again; after each evaluation as well."""
 DRAIN_LIMIT_S = 120
 """Longest wait for the engine to finish what it generates before an update."""
+Step = tuple[list[Sample], list[Pack]]
+"""An optimiser step: what it trains, and that in micro-batches."""
 
 
 @contextlib.contextmanager
@@ -194,13 +196,15 @@ class Trainer:
                 f"{'.'.join(map(str, self._backend.version))}; does it map the folder that engine.weights names?"
             )
 
-    def _update(self, taken: Taken, steps: list[list[Pack]]) -> Update | None:
+    def _update(self, taken: Taken, steps: list[Step]) -> Update | None:
         """The optimiser steps; None if no group had a signal."""
         if not steps:
             return None
-        update = self._backend.update(steps, self._config.trainer.objective, self._engine_stands_still())
-        if not update.applied:
-            for sample in taken.samples:
+        packs = [packs for _, packs in steps]
+        update = self._backend.update(packs, self._config.trainer.objective, self._engine_stands_still())
+        trained = {sample.rollout for samples, _ in steps[: update.steps] for sample in samples}
+        for sample in taken.samples:
+            if sample.rollout not in trained and sample.trained_tokens:
                 sample.give_up(Fate.UPDATE_SKIPPED)
         return update
 
@@ -278,15 +282,16 @@ class Trainer:
         )
 
 
-def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[list[Pack]]:
-    """The packs of each optimiser step, which takes whole groups. A step without a trained token is left out."""
+def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[Step]:
+    """The optimiser steps, which take whole groups. One without a trained token is left out."""
     by_group: dict[str, list[tuple[Sample, Advantages]]] = defaultdict(list)
     for sample, advantage in zip(taken.samples, taken.advantages, strict=True):
         by_group[sample.rollout.rpartition(".")[0]].append((sample, advantage))
-    objective, groups, steps = settings.objective, list(by_group.values()), []
+    objective, groups = settings.objective, list(by_group.values())
+    steps: list[Step] = []
     for chosen in optimiser_steps(len(groups), settings.optimiser_steps, settings.epochs, seed):
         samples, advantages = zip(*(pair for number in chosen for pair in groups[number]), strict=True)
         rows = iter(scored(list(samples), list(advantages), objective.normalisation, objective.constant))
         grouped = [list(islice(rows, len(groups[number]))) for number in chosen]
-        steps.append(pack(grouped, settings.micro_batch_tokens, settings.share_prefixes))
-    return [packs for packs in steps if packs]
+        steps.append((list(samples), pack(grouped, settings.micro_batch_tokens, settings.share_prefixes)))
+    return [(samples, packs) for samples, packs in steps if packs]

@@ -39,9 +39,14 @@ POLICY_FILES = (
 class Update:
     """What an update did."""
 
-    applied: bool
-    """False: loss or gradient of its first optimiser step were not finite, the weights are as before."""
+    steps: int
+    """How many of its optimiser steps were taken, the first ones. 0: loss or gradient of the first were not finite, the
+    weights are as before."""
     metrics: dict[str, float]
+
+    @property
+    def applied(self) -> bool:
+        return self.steps > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +135,7 @@ class LocalBackend:
             "learning_rate": rate,
             **clock.seconds,
         }
-        return Update(bool(taken), metrics)
+        return Update(len(taken), metrics)
 
     def divergences(self, packs: list[Pack], rollouts: int) -> list[float]:
         """Of each rollout from the reference, in nats: the estimates of its trained tokens, summed.

@@ -15,14 +15,17 @@ from transformers import (
     GPTNeoXForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
 )
 from updates import step, train
 
-from harnessed.config import Advantage, ConfigError, Lora, Optimiser
+from harnessed.config import Advantage, ConfigError, Evaluation, Lora, Optimiser
 from harnessed.config import Trainer as Settings
 from harnessed.records import Fate
 from harnessed.training.backends.local import LocalBackend
+from harnessed.training.failures import RunFailed
+from harnessed.training.report import Report
 from harnessed.training.samples import build
 from harnessed.training.selection import select
 from harnessed.training.trainer import Trainer, packed_steps
@@ -192,3 +195,85 @@ def test_what_a_skipped_step_would_have_trained_is_not_trained(model, tmp_path, 
     trained = [sample.rollout for sample in steps[0][0]]
     for sample in taken.samples:
         assert sample.fates == ({Fate.TRAINED: 3} if sample.rollout in trained else {Fate.UPDATE_SKIPPED: 3})
+
+
+def running(folder, backend, step):
+    """A trainer of three steps whose rollouts are none; `step` takes it and the number."""
+    trainer = trainer_of(backend, steps=3)
+    trainer._config.evaluation = Evaluation()
+    trainer._folder, trainer._steps, trainer._saved, trainer._booked = folder, 0, 0, backend.version
+    trainer._consumed, trainer._checkpoints = [], []
+    trainer._display, trainer._rollouts = SimpleNamespace(phase=str), SimpleNamespace(give_up=list)
+    trainer._report = SimpleNamespace(summary=str)
+    trainer.step = lambda number: step(trainer, number)
+    trainer._evaluate = trainer._summary = str
+    return trainer
+
+
+def kept_steps(folder):
+    return [path.name for path in folder.glob("checkpoints/*")]
+
+
+def one_step(trainer):
+    train(trainer._backend, [0])
+    trainer._steps, trainer._booked = 1, trainer._backend.version
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["in the first step", "in the second"])
+def test_weights_of_a_step_that_is_not_in_the_books_are_not_saved_under_the_one_before(model, tmp_path, before):
+    """Ctrl-C while the critic learns: the policy has taken the step and the critic a part of it. It was saved as the
+    checkpoint of the step before, from which a run that went on would have taken the step twice."""
+
+    def step(trainer, number):
+        if number == before + 1:
+            train(trainer._backend, [1])
+            raise KeyboardInterrupt
+        one_step(trainer)
+
+    running(tmp_path, backend_of(model, tmp_path / "w", **GAE), step).run()
+    assert kept_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, RunFailed, ConfigError])
+def test_a_run_that_ends_before_its_time_keeps_what_it_has_learnt(model, tmp_path, how):
+    """Tasks that run out, a run that stalls: all steps since the last checkpoint were lost."""
+
+    def step(trainer, number):
+        if number == 2:
+            raise how("no more")
+        one_step(trainer)
+
+    with nullcontext() if how is KeyboardInterrupt else pytest.raises(how, match="no more"):
+        running(tmp_path, backend_of(model, tmp_path / "w"), step).run()
+    assert kept_steps(tmp_path) == ["step-00001"]
+    assert backend_of(model, tmp_path / "w2", resume_from=tmp_path / "checkpoints" / "step-00001").step == 1
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("enforce fail at x.cc")])
+def test_a_checkpoint_on_a_full_disk_is_one_clear_line_and_leaves_nothing(model, tmp_path, monkeypatch, error):
+    """torch tells of a full disk as a RuntimeError. What was written so far stayed, and kept the disk full."""
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(torch, "save", full)
+    trainer = running(tmp_path, backend_of(model, tmp_path / "w"), lambda trainer, _: one_step(trainer))
+    one_step(trainer)
+    with pytest.raises(RunFailed, match=r"step-00001 \(is the disk full\?\)"):
+        trainer._keep()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_full_run_folder_is_one_clear_line(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunFailed, match=r"metrics\.jsonl: No space left"):
+        Report(tmp_path, None, "r", str).metrics(1, {"loss": float("nan")})
+
+
+def test_weights_that_cannot_be_shared_are_one_clear_line(model, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot write the policy into .*Not a directory"):
+        backend_of(model, tmp_path / "file" / "w")
+    backend_of(saved(LlamaForCausalLM(LlamaConfig(**SMALL)), tmp_path / "other"), tmp_path / "w")
+    with pytest.raises(ConfigError, match=r"cannot write the policy into .*another model"):
+        backend_of(model, tmp_path / "w")

@@ -97,8 +97,18 @@ GOOD, EQUAL, BROKEN = [0.0, 1.0], [1.0, 1.0], [1.0, None]
         ([GOOD, EQUAL, EQUAL, EQUAL, GOOD, GOOD], 1, [3, 2], 2),
         ([GOOD, EQUAL, EQUAL, GOOD], 0, [3], 1),
         ([EQUAL] * 9, 2, [3, 3, 3], 0),
+        ([GOOD, EQUAL, EQUAL, GOOD], 2, [3, 1], 2),
+        ([GOOD, EQUAL, EQUAL], 2, [3], 1),
     ],
-    ids=["nothing is missing", "two rounds", "one round", "off", "never any signal"],
+    ids=[
+        "nothing is missing",
+        "two rounds",
+        "one round",
+        "off",
+        "never any signal",
+        "one task is left",
+        "no task is left",
+    ],
 )
 def test_further_tasks_are_run_in_place_of_groups_that_cannot_be_compared(tasks, refill, rounds, taken):
     trainer = Trainer.__new__(Trainer)

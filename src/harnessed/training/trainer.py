@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 
+from safetensors import SafetensorError
+
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
 from harnessed.config import Trainer as TrainerSettings
@@ -23,7 +25,7 @@ from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
-from harnessed.training.failures import WrongVersion
+from harnessed.training.failures import CannotWrite, WrongVersion
 from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
@@ -94,6 +96,8 @@ class Trainer:
         self._steps = backend.step
         self._saved = backend.step
         """Step of the last checkpoint."""
+        self._booked = backend.version
+        """The policy after the last step that is in the books."""
         self._before: HeldOut | None = None
         self._after: HeldOut | None = None
 
@@ -112,8 +116,10 @@ class Trainer:
             interrupted = True
             self._display.phase("stopping")
             self._give_up()
-            if self._steps and self._backend.whole and self._steps != self._saved:
-                self._checkpoint(self._steps)
+            self._keep()
+        except Exception:  # whatever ends the run: what it has learnt stays
+            self._keep()
+            raise
         summary = self._summary(interrupted)
         self._report.summary(summary)
         return summary
@@ -141,7 +147,7 @@ class Trainer:
                 metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
             self._consumed += [group.spec.id for group in groups]
-            self._steps = number
+            self._steps, self._booked = number, self._backend.version
             for group in groups:
                 for transcript, sample in zip(group.transcripts, group.samples, strict=True):
                     self._report.transcript(transcript, group.spec.task, sample.fates, number)
@@ -165,7 +171,9 @@ class Trainer:
         groups: list[Group] = []
         missing = settings.groups_per_step
         for refill in range(settings.advantage.refill + 1):
-            tasks = take(self._train_tasks, missing, "tasks.train")
+            tasks = take(self._train_tasks, missing, "tasks.train", least=0 if refill else missing)
+            if not tasks:
+                break
             label = f"step-{number:05d}" + (f"-refill-{refill}" if refill else "")
             specs = self._rollouts.specs(label, tasks, settings.group_size, Purpose.TRAIN, sampling, draws=label)
             collected = zip(specs, self._rollouts.collect(specs), strict=True)
@@ -235,17 +243,28 @@ class Trainer:
     def _checkpoint(self, number: int) -> None:
         self._display.phase("checkpoint")
         began = time.monotonic()
+        self._save(number)
+        self._report.metrics(number, {"timing_s/checkpoint": time.monotonic() - began})
+
+    def _keep(self) -> None:
+        """Save what was learnt since the last checkpoint, unless an update or its critic were interrupted."""
+        if self._steps != self._saved and self._backend.whole and self._backend.version == self._booked:
+            self._save(self._steps)
+
+    def _save(self, number: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{number:05d}"
         tasks = self._backend.tasks + len(self._consumed)
         notes = {"step": number, "version": list(self._backend.version), "tasks": tasks, "groups": self._consumed}
-        self._backend.save(folder, notes)
+        try:
+            self._backend.save(folder, notes)
+        except (OSError, RuntimeError, SafetensorError) as error:  # each library tells of a full disk in its own way
+            raise CannotWrite(f"cannot write the checkpoint {folder} (is the disk full?): {error}") from error
         self._saved = number
         self._checkpoints.append(folder)
         for old in self._checkpoints[: -self._config.trainer.keep_checkpoints]:
             # Under its name a checkpoint is whole, also when this is interrupted.
             rmtree(old.rename(old.with_name(f".{old.name}.old")))
         self._checkpoints = self._checkpoints[-self._config.trainer.keep_checkpoints :]
-        self._report.metrics(number, {"timing_s/checkpoint": time.monotonic() - began})
 
     def _give_up(self) -> None:
         """Close the books of rollouts that will not be trained."""

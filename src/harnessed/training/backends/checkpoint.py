@@ -50,7 +50,11 @@ def appearing(folder: Path) -> Iterator[Path]:
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    yield unfinished
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     for path in unfinished.rglob("*"):
         if path.is_file():
             path.chmod(0o644)  # safetensors makes its file private

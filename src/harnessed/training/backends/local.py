@@ -23,7 +23,7 @@ from harnessed.training.backends.tally import Tally, means
 from harnessed.training.losses import Terms, objective_loss, rollout_kl
 from harnessed.training.metrics import Clock
 from harnessed.training.packing import Pack
-from harnessed.weights import SharedWeights, read_state
+from harnessed.weights import SharedWeights, WeightsError, read_state
 
 POLICY_FILES = (
     "tokenizer.json",
@@ -79,8 +79,11 @@ class LocalBackend:
             models.check_shape(model, folder)
         # With adapters the frozen weights are at hand; without, they are loaded once more to compare with.
         base = models.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
-        self.version = _first_version(weights_folder, resumed)
-        self._weights = SharedWeights.create(weights_folder, model, self.version)
+        try:
+            self.version = _first_version(weights_folder, resumed)
+            self._weights = SharedWeights.create(weights_folder, model, self.version)
+        except (OSError, WeightsError) as error:
+            raise ConfigError(f"cannot write the policy into {weights_folder}: {error}") from error
         self._model = model
         self._served: dict[str, Tensor] = model.state_dict()
         """What the engine maps, by the names that transformers gives it."""

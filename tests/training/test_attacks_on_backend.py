@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from policies import add_model, make_policy
-from transcripts import node, transcript
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,7 +17,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from updates import step, train
+from updates import groups_of, step, train
 
 from harnessed.config import Advantage, ConfigError, Evaluation, Lora, Optimiser
 from harnessed.config import Trainer as Settings
@@ -26,7 +25,6 @@ from harnessed.records import Fate
 from harnessed.training.backends.local import LocalBackend
 from harnessed.training.failures import RunFailed
 from harnessed.training.report import Report
-from harnessed.training.samples import build
 from harnessed.training.selection import select
 from harnessed.training.trainer import Trainer, packed_steps
 
@@ -171,14 +169,6 @@ def trainer_of(backend, **settings):
     trainer._config = SimpleNamespace(trainer=Settings(**settings))
     trainer._backend, trainer._engine_stands_still = backend, nullcontext
     return trainer
-
-
-def groups_of(rewards):
-    """Samples of a group for each pair of rewards."""
-    return [
-        [build(transcript([node(1, 0, [1], [2, 3 + i, 258])], id=f"g{g}.{i}", reward=r)) for i, r in enumerate(pair)]
-        for g, pair in enumerate(rewards)
-    ]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

@@ -18,9 +18,6 @@ from harnessed.training.backends import checkpoint, models, optimiser
 from harnessed.training.backends.attention import seen
 from harnessed.training.packing import Pack
 
-FILE = "critic.pt"
-"""Its weights and moments in a checkpoint."""
-
 
 class Critic:
     """V of a call: a linear function of the hidden state of the token in front of the call's first sampled one."""
@@ -85,18 +82,13 @@ class Critic:
             "optimiser": self._optimiser.state_dict(),
             "updates": self._updates,
         }
-        torch.save(state, folder / FILE)
+        torch.save(state, folder / checkpoint.CRITIC_FILE)
 
     def load(self, folder: Path) -> None:
         """Raises ConfigError."""
         settings = self._settings.critic.optimiser
-        if not (folder / FILE).is_file():
-            raise ConfigError(
-                f"trainer.resume_from: {folder} was trained without a critic: set trainer.advantage.kind as it was, or "
-                "set policy.model to the checkpoint and begin anew"
-            )
         try:
-            found = torch.load(folder / FILE, weights_only=True)
+            found = torch.load(folder / checkpoint.CRITIC_FILE, weights_only=True)
             if found["kind"] != settings.kind:
                 raise ConfigError(f"trainer.resume_from: set trainer.critic.optimiser.kind to {found['kind']}")
             self._backbone.load_state_dict(found["backbone"])

@@ -67,12 +67,10 @@ class LocalBackend:
         torch.set_num_threads(settings.threads)
         logging.disable_progress_bar()  # the terminal belongs to the display
         self._folder, self._settings = folder, settings
-        resumed = checkpoint.read(settings.resume_from) if settings.resume_from else None
+        resumed = checkpoint.read(settings.resume_from, settings) if settings.resume_from else None
         self.step = resumed.step if resumed else 0
         self.tasks = resumed.tasks if resumed else 0
         """Training tasks that were used up to it. Both are those of the checkpoint that this backend goes on from."""
-        if self.step >= settings.steps:
-            raise ConfigError(f"trainer.resume_from: it has taken {self.step} steps: raise trainer.steps above it")
         lora, compares = settings.lora, settings.objective.kl.coefficient > 0
         model = models.load(resumed.folder, "trainer.resume_from") if resumed else models.load(folder, "policy.model")
         if resumed:
@@ -174,20 +172,9 @@ class LocalBackend:
 
     def _restore(self, resumed: checkpoint.Checkpoint) -> None:
         """What the weights alone do not say."""
-        found, kind = resumed.training, self._settings.optimiser.kind
-        adapter = resumed.folder / checkpoint.ADAPTER_FOLDER
-        if adapter.is_dir() != (self._adapters is not None):
-            raise ConfigError(
-                f"trainer.resume_from: {resumed.folder} was trained {'with' if adapter.is_dir() else 'without'} LoRA: "
-                "set trainer.lora as it was, or set policy.model to the checkpoint and begin anew"
-            )
-        if found["kind"] != kind:
-            raise ConfigError(
-                f"trainer.resume_from: {resumed.folder} holds the moments of {found['kind']}: set "
-                "trainer.optimiser.kind to it"
-            )
+        found = resumed.training
         if self._adapters is not None:
-            self._adapters.load(adapter)
+            self._adapters.load(resumed.folder / checkpoint.ADAPTER_FOLDER)
             if self._adapters.distance() > models.SAME:
                 raise ConfigError(
                     f"policy.model: {self._folder} is not the model whose adapter {resumed.folder} holds: set it as it "

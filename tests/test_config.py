@@ -42,6 +42,18 @@ def test_held_out_tasks_may_be_sampled_otherwise(path):
     assert config.sampling.top_p == 1
 
 
+def test_a_section_that_is_off_can_be_set_in_an_override(path):
+    """In the configuration that a run keeps, sections without settings are null."""
+    path.write_text(yaml.safe_dump(load(path).model_dump(mode="json")))
+    assert load(path, ["trainer.lora.rank=8"]).trainer.lora.rank == 8
+    assert load(path, ["evaluation.sampling.temperature=0"]).evaluation.sampling.temperature == 0
+
+
+def test_bounds_that_are_infinite_bound_nothing(path):
+    objective = load(path, ["trainer.objective={clip_high: .inf, importance: {cap: .inf}}"]).trainer.objective
+    assert objective.clip_high == objective.importance.cap == float("inf")
+
+
 def test_objectives_that_fit_together(path):
     trainer = load(path, ["trainer.objective={normalisation: constant, constant: 100, dual_clip: 3}"]).trainer
     assert (trainer.objective.constant, trainer.objective.dual_clip) == (100, 3)
@@ -60,6 +72,12 @@ def test_objectives_that_fit_together(path):
         ("trainer.steps=many", "trainer.steps: "),
         ("trainer.steps=0", "trainer.steps: "),
         ("sampling.top_p=0.9", "whole vocabulary; for held-out tasks set evaluation.sampling.top_p"),
+        ("sampling.temperature=0", "for held-out tasks set evaluation.sampling.temperature"),
+        ("trainer.optimiser.learning_rate=.inf", "trainer.optimiser.learning_rate: "),
+        ("trainer.objective.kl.coefficient=.inf", "trainer.objective.kl.coefficient: "),
+        ("trainer.objective.entropy=.nan", "trainer.objective.entropy: "),
+        ("trainer.lora.alpha=.inf", "trainer.lora.alpha: "),
+        ("trainer.advantage.gae_lambda=0.9", "belongs to kind gae, and kind is grpo"),
         ("sampling.top_p=0", "sampling.top_p: "),
         ("evaluation.sampling.top_p=1.5", "evaluation.sampling.top_p: "),
         ("evaluation.sampling.topp=1", "did you mean evaluation.sampling.top_p?"),

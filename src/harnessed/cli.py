@@ -22,6 +22,7 @@ from harnessed.browse.arguments import add_commands
 from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError
+from harnessed.config import Trainer as TrainerSettings
 from harnessed.loading import load
 from harnessed.records import TRAINED_OUTCOMES, Purpose, Task
 from harnessed.run import ADMIN_KEY_FILE, ADMIN_KEY_VARIABLE, URL_FILE, Run, admin_key, keep_keys
@@ -95,9 +96,9 @@ def _with_config(run: Callable[[Config, argparse.Namespace], int]) -> Callable[[
 def train(config: Config, arguments: argparse.Namespace) -> int:
     _need_torch("train")
     from harnessed.training.tasks import check_hidden, stream, take
-    from harnessed.training.trackers import check_trackers, open_trackers
+    from harnessed.training.trackers import open_trackers
 
-    check_trackers(config.trainer.trackers)
+    _check_trainer(config.trainer)
     if config.engine.url is not None and config.engine.weights is None:
         raise ConfigError("engine.url names a running engine: set engine.weights to the folder that both of them map")
     base, seed = arguments.config.resolve().parent, config.run.seed
@@ -142,6 +143,23 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
             summary = trainer.run()
     display.summary(summary, str(run.folder))
     return 130 if summary.interrupted else 0
+
+
+def _check_trainer(settings: TrainerSettings) -> None:
+    """What it needs beside torch, before anything starts. Raises ConfigError."""
+    from harnessed.training.trackers import check_trackers
+
+    check_trackers(settings.trackers)
+    if settings.lora is not None and importlib.util.find_spec("peft") is None:
+        raise ConfigError("trainer.lora needs peft: pip install -e '.[train]' in the folder of Harnessed")
+    optimisers = [settings.optimiser, *([settings.critic.optimiser] if settings.advantage.kind == "gae" else [])]
+    eight_bit = any(optimiser.kind == "adamw8bit" for optimiser in optimisers)
+    if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("trainer.optimiser.kind: adamw8bit needs bitsandbytes: pip install bitsandbytes")
+    if settings.resume_from is not None:
+        from harnessed.training.backends import checkpoint
+
+        checkpoint.read(settings.resume_from, settings)
 
 
 def dry_run(config: Config, arguments: argparse.Namespace, task: Task) -> int:

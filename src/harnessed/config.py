@@ -228,12 +228,12 @@ class Optimiser(Settings):
     kind: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: moments in 8 bits, two bytes for a weight in place of eight; needs bitsandbytes (`pip install -e
     '.[eight-bit]'`)."""
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, gt=0, allow_inf_nan=False)
     warmup: int = Field(0, ge=0)
     """Updates in which the learning rate rises in equal parts to its full height."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """How it goes on from there: stays, or falls to 0 over the rest of trainer.steps."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm."""
@@ -273,6 +273,8 @@ class Advantage(Settings):
             raise ValueError("trainer.advantage.per: row compares whole rollouts, without per_call and kind gae")
         if self.discount < 1 and not self.per_call and self.kind != "gae":
             raise ValueError("trainer.advantage.discount: a rollout is one whole without trainer.advantage.per_call")
+        if self.gae_lambda < 1 and self.kind != "gae":
+            raise ValueError(f"trainer.advantage.gae_lambda: belongs to kind gae, and kind is {self.kind}")
         return self
 
 
@@ -289,7 +291,7 @@ class Importance(Settings):
 class Kl(Settings):
     """Keeps the policy near the reference: policy.model as it was when the run began."""
 
-    coefficient: float = Field(0.0, ge=0)
+    coefficient: float = Field(0.0, ge=0, allow_inf_nan=False)
     """0: there is no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """In the loss k1 pulls nowhere: its gradient is zero on average. It is for the reward."""
@@ -312,7 +314,7 @@ class Objective(Settings):
     """What pi_old is. `recompute`: the trainer's own probabilities when the update starts. `engine`: those recorded by
     the engine; the importance weight is then 1."""
     kl: Kl = Kl()
-    entropy: float = Field(0.0, ge=0)
+    entropy: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the bonus for entropy."""
     normalisation: Literal["rollout", "token", "sample", "constant"] = "rollout"
     """What a trained token weighs. `rollout`: 1 / (R * T_r). `token`: 1 / all trained tokens of the step. `constant`:
@@ -336,7 +338,7 @@ class Lora(Settings):
     """Low-rank adapters, arXiv 2106.09685."""
 
     rank: int = Field(16, ge=1)
-    alpha: float = Field(32.0, gt=0)
+    alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
     """What an adapter adds is multiplied by alpha / rank."""
     targets: list[str] = []
     """Names of the linear layers that get one, such as `[q_proj, v_proj]`. None: all but the output layer."""

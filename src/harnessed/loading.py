@@ -59,7 +59,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     if isinstance(value, str) and _is_path(keys):
         value = str(Path.cwd() / value)
     for key in keys[:-1]:
-        child = tree.setdefault(key, {})
+        child = tree[key] = {} if tree.get(key) is None else tree[key]  # `lora: null` is a section that is off
         if not isinstance(child, dict):
             raise ConfigError(f"override {hide_passwords(override)!r}: {key} is a value, not a section")
         tree = child

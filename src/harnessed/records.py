@@ -159,7 +159,7 @@ class Sampling(Record):
     """How answers are sampled. In rollouts of a run this overrides what the harness asks for (which is kept)."""
 
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    """0 is greedy: the recorded log-probability is then 0. Above 0 at least 0.001."""
+    """0 is greedy: the recorded log-probability is then 0; not for training. Above 0 at least 0.001."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Below 1, answers are sampled from the likeliest tokens whose probabilities sum to it, and the recorded
     log-probabilities are of those alone. Not for training: the trainer's are those of the whole vocabulary."""

@@ -32,6 +32,7 @@ def complaint_of(*arguments, env=None) -> str:
         ("tasks.train=no_such_module:tasks", "no_such_module"),
         ("tasks.held_out=no_such_file.jsonl", "no_such_file.jsonl"),
         ("gateway.url=http://127.0.0.1:9", "HARNESSED_ADMIN_KEY"),
+        ("trainer.resume_from=no/such/checkpoint", "harnessed.json is missing"),
     ],
 )
 def test_a_wrong_setting(config, override, complaint):
@@ -53,6 +54,8 @@ def test_a_port_in_use(config, service):
     [
         ("minisweagent", ["harness.kind=mini-swe-agent", "harness.config=/etc/hostname"], "pip install"),
         ("torch", [], "pip install"),
+        ("peft", ["trainer.lora={}"], "pip install"),
+        ("bitsandbytes", ["trainer.optimiser.kind=adamw8bit"], "pip install bitsandbytes"),
     ],
 )
 def test_a_missing_package(config, tmp_path, package, overrides, complaint):

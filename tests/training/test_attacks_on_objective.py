@@ -96,7 +96,7 @@ SMALL = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 )
 def test_models_that_scale_their_logits_are_refused(model):
     """The trainer multiplies hidden states with the output layer, and would train another distribution."""
-    with pytest.raises(ConfigError, match="its logits are more than its output layer gives"):
+    with pytest.raises(ConfigError, match="it scales or bounds its logits"):
         attend_by_trees(model())
 
 

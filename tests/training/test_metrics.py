@@ -6,11 +6,12 @@ import pytest
 import torch
 from transcripts import node, transcript
 
+from harnessed.config import Advantage
 from harnessed.records import GroupSpec, Outcome, Version
 from harnessed.training.backends.tally import Tally, means
 from harnessed.training.metrics import of_groups, of_taken
 from harnessed.training.samples import build
-from harnessed.training.selection import Group, Taken
+from harnessed.training.selection import Group, Taken, select
 
 
 def group(*transcripts) -> Group:
@@ -44,6 +45,14 @@ def test_a_step_in_which_nothing_could_be_judged_has_no_reward():
     line = of_groups([group(transcript([node(1, 0, [1], [2])], outcome=Outcome.INFRASTRUCTURE))], 1)
     assert line["reward_mean"] is line["reward_std"] is None
     assert line["fates/infrastructure"] == line["sampled_tokens"] == 1
+
+
+def test_a_skipped_group_counts_also_without_tokens():
+    silent = group(*(transcript([], id=f"g.{i}", reward=0.0) for i in range(2)))
+    select([silent.samples], Advantage())
+    line = of_groups([silent], 1)
+    assert (line["groups_skipped"], line["sampled_tokens"]) == (1, 0)
+    assert not [name for name in line if name.startswith("fates/")]
 
 
 def test_staleness_counts_from_the_oldest_trained_token_of_a_rollout_over_lineages():

@@ -18,7 +18,7 @@ from harnessed.training.samples import build
 from harnessed.training.selection import select
 from harnessed.training.trainer import Trainer
 
-STEPS = [[]]
+STEPS = [([], [])]
 """The backends here do not look at it."""
 
 
@@ -42,7 +42,7 @@ def test_the_engine_stands_still_while_the_weights_change_and_goes_on_afterwards
         def update(batches, objective, standing_still):
             with standing_still:
                 seen.append(engine.paused)
-            return Update(True, {})
+            return Update(1, {})
 
         trainer = trainer_with(engine, SimpleNamespace(update=update))
         asked = []
@@ -61,7 +61,7 @@ def test_the_engine_stands_still_while_the_weights_change_and_goes_on_afterwards
 def test_an_update_that_was_skipped_trained_nothing():
     with ScriptedEngine(lambda prompt, call: [1]) as engine:
         samples, taken = one_group()
-        trainer_with(engine, SimpleNamespace(update=lambda *_: Update(False, {})))._update(taken, STEPS)
+        trainer_with(engine, SimpleNamespace(update=lambda *_: Update(0, {})))._update(taken, STEPS)
         assert [sample.fates for sample in samples] == [{Fate.UPDATE_SKIPPED: 2}] * 2
         assert not engine.paused
 
@@ -97,8 +97,18 @@ GOOD, EQUAL, BROKEN = [0.0, 1.0], [1.0, 1.0], [1.0, None]
         ([GOOD, EQUAL, EQUAL, EQUAL, GOOD, GOOD], 1, [3, 2], 2),
         ([GOOD, EQUAL, EQUAL, GOOD], 0, [3], 1),
         ([EQUAL] * 9, 2, [3, 3, 3], 0),
+        ([GOOD, EQUAL, EQUAL, GOOD], 2, [3, 1], 2),
+        ([GOOD, EQUAL, EQUAL], 2, [3], 1),
     ],
-    ids=["nothing is missing", "two rounds", "one round", "off", "never any signal"],
+    ids=[
+        "nothing is missing",
+        "two rounds",
+        "one round",
+        "off",
+        "never any signal",
+        "one task is left",
+        "no task is left",
+    ],
 )
 def test_further_tasks_are_run_in_place_of_groups_that_cannot_be_compared(tasks, refill, rounds, taken):
     trainer = Trainer.__new__(Trainer)

@@ -29,6 +29,14 @@ def rollouts(number=0):
     return [build(transcript(first, id="g.0")), build(transcript(second, id="g.1", reward=0.0))], [1.5, -0.5]
 
 
+def groups_of(rewards):
+    """Samples of a group for each pair of rewards."""
+    return [
+        [build(transcript([node(1, 0, [1], [2, 3 + i, 258])], id=f"g{g}.{i}", reward=r)) for i, r in enumerate(pair)]
+        for g, pair in enumerate(rewards)
+    ]
+
+
 def step(number=0, budget=1000, advantages=None):
     """The packs of one optimiser step."""
     samples, usual = rollouts(number)

@@ -96,7 +96,7 @@ def all_equal(group: list[Returns]) -> bool:
 
 
 def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
+    return math.fsum(values) / max(len(values), 1)
 
 
 def _centred(group: list[Returns]) -> list[Returns]:

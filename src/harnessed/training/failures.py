@@ -13,6 +13,10 @@ class NothingMeasured(RunFailed):
     """No held-out rollout could be judged, or no agent got as far as one call."""
 
 
+class CannotWrite(RunFailed):
+    """The run's folder takes no more."""
+
+
 class WrongVersion(RunFailed):
     """The engine does not serve what the trainer writes."""
 

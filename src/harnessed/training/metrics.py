@@ -52,7 +52,8 @@ def of_groups(groups: list[Group], wanted: int) -> Line:
     """What was rolled out in a step, with its final fates; `wanted` groups, before any was run in place of another."""
     samples = [sample for group in groups for sample in group.samples]
     fates: Counter[Fate] = sum((sample.fates for sample in samples), Counter())
-    skipped = [any(sample.fates[Fate.GROUP_SKIPPED] for sample in group.samples) for group in groups]
+    # Also where its agents failed before their first token.
+    skipped = [any(Fate.GROUP_SKIPPED in sample.fates for sample in group.samples) for group in groups]
     return {
         **of_rewards(groups),
         "groups": len(groups),

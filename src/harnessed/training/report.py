@@ -17,6 +17,7 @@ import orjson
 from harnessed.client import ApiError, Call, Client, Unreachable, post_fates, post_metrics
 from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript
 from harnessed.training.curve import draw
+from harnessed.training.failures import CannotWrite
 from harnessed.training.samples import Fates
 
 Track = Callable[[int, dict[str, Any]], None]
@@ -154,7 +155,7 @@ class Report:
 
     def summary(self, summary: Summary) -> None:
         text = json.dumps(asdict(summary), indent=2) + "\n"
-        (self._folder / "summary.json").write_text(text, encoding="utf-8")
+        self._write("summary.json", "wb", text.encode())
         self._post_fates()
 
     def _post_fates(self) -> None:
@@ -175,8 +176,14 @@ class Report:
             self._note(text)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        with (self._folder / name).open("ab") as file:
-            file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+        self._write(name, "ab", orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS))
+
+    def _write(self, name: str, mode: str, data: bytes) -> None:
+        try:
+            with (self._folder / name).open(mode) as file:
+                file.write(data)
+        except OSError as error:
+            raise CannotWrite(f"cannot write {self._folder / name}: {error.strerror}") from error
 
 
 def complaint(transcripts: list[Transcript]) -> str:

@@ -27,10 +27,11 @@ def stream(source: str, base: Path, seed: int, *, shuffle: bool) -> Iterator[Tas
     return _repeat(_read(base / source), seed, shuffle)
 
 
-def take(tasks: Iterator[Task], n: int, setting: str) -> list[Task]:
-    """The next n tasks. Raises ConfigError when the source yields something else, or ends before."""
+def take(tasks: Iterator[Task], n: int, setting: str, *, least: int | None = None) -> list[Task]:
+    """The next n tasks, or `least` where the source ends. Raises ConfigError when it ends before that, or yields
+    something else."""
     taken = list(itertools.islice(tasks, n))
-    if len(taken) < n:
+    if len(taken) < (n if least is None else least):
         raise ConfigError(f"{setting} gives {len(taken)} tasks where {n} are needed")
     for task in taken:
         if not isinstance(task, dict):

@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from shutil import rmtree
 
+from safetensors import SafetensorError
+
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
 from harnessed.config import Trainer as TrainerSettings
@@ -23,7 +25,7 @@ from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
-from harnessed.training.failures import WrongVersion
+from harnessed.training.failures import CannotWrite, WrongVersion
 from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
@@ -37,6 +39,8 @@ CURVE_EVERY = 10
 """Steps after which curve.png is drawn again; after each evaluation as well."""
 DRAIN_LIMIT_S = 120
 """Longest wait for the engine to finish what it generates before an update."""
+Step = tuple[list[Sample], list[Pack]]
+"""An optimiser step: what it trains, and that in micro-batches."""
 
 
 @contextlib.contextmanager
@@ -92,6 +96,8 @@ class Trainer:
         self._steps = backend.step
         self._saved = backend.step
         """Step of the last checkpoint."""
+        self._booked = backend.version
+        """The policy after the last step that is in the books."""
         self._before: HeldOut | None = None
         self._after: HeldOut | None = None
 
@@ -110,8 +116,10 @@ class Trainer:
             interrupted = True
             self._display.phase("stopping")
             self._give_up()
-            if self._steps and self._backend.whole and self._steps != self._saved:
-                self._checkpoint(self._steps)
+            self._keep()
+        except Exception:  # whatever ends the run: what it has learnt stays
+            self._keep()
+            raise
         summary = self._summary(interrupted)
         self._report.summary(summary)
         return summary
@@ -139,7 +147,7 @@ class Trainer:
                 metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
             self._consumed += [group.spec.id for group in groups]
-            self._steps = number
+            self._steps, self._booked = number, self._backend.version
             for group in groups:
                 for transcript, sample in zip(group.transcripts, group.samples, strict=True):
                     self._report.transcript(transcript, group.spec.task, sample.fates, number)
@@ -163,7 +171,9 @@ class Trainer:
         groups: list[Group] = []
         missing = settings.groups_per_step
         for refill in range(settings.advantage.refill + 1):
-            tasks = take(self._train_tasks, missing, "tasks.train")
+            tasks = take(self._train_tasks, missing, "tasks.train", least=0 if refill else missing)
+            if not tasks:
+                break
             label = f"step-{number:05d}" + (f"-refill-{refill}" if refill else "")
             specs = self._rollouts.specs(label, tasks, settings.group_size, Purpose.TRAIN, sampling, draws=label)
             collected = zip(specs, self._rollouts.collect(specs), strict=True)
@@ -194,13 +204,15 @@ class Trainer:
                 f"{'.'.join(map(str, self._backend.version))}; does it map the folder that engine.weights names?"
             )
 
-    def _update(self, taken: Taken, steps: list[list[Pack]]) -> Update | None:
+    def _update(self, taken: Taken, steps: list[Step]) -> Update | None:
         """The optimiser steps; None if no group had a signal."""
         if not steps:
             return None
-        update = self._backend.update(steps, self._config.trainer.objective, self._engine_stands_still())
-        if not update.applied:
-            for sample in taken.samples:
+        packs = [packs for _, packs in steps]
+        update = self._backend.update(packs, self._config.trainer.objective, self._engine_stands_still())
+        trained = {sample.rollout for samples, _ in steps[: update.steps] for sample in samples}
+        for sample in taken.samples:
+            if sample.rollout not in trained and sample.trained_tokens:
                 sample.give_up(Fate.UPDATE_SKIPPED)
         return update
 
@@ -231,17 +243,28 @@ class Trainer:
     def _checkpoint(self, number: int) -> None:
         self._display.phase("checkpoint")
         began = time.monotonic()
+        self._save(number)
+        self._report.metrics(number, {"timing_s/checkpoint": time.monotonic() - began})
+
+    def _keep(self) -> None:
+        """Save what was learnt since the last checkpoint, unless an update or its critic were interrupted."""
+        if self._steps != self._saved and self._backend.whole and self._backend.version == self._booked:
+            self._save(self._steps)
+
+    def _save(self, number: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{number:05d}"
         tasks = self._backend.tasks + len(self._consumed)
         notes = {"step": number, "version": list(self._backend.version), "tasks": tasks, "groups": self._consumed}
-        self._backend.save(folder, notes)
+        try:
+            self._backend.save(folder, notes)
+        except (OSError, RuntimeError, SafetensorError) as error:  # each library tells of a full disk in its own way
+            raise CannotWrite(f"cannot write the checkpoint {folder} (is the disk full?): {error}") from error
         self._saved = number
         self._checkpoints.append(folder)
         for old in self._checkpoints[: -self._config.trainer.keep_checkpoints]:
             # Under its name a checkpoint is whole, also when this is interrupted.
             rmtree(old.rename(old.with_name(f".{old.name}.old")))
         self._checkpoints = self._checkpoints[-self._config.trainer.keep_checkpoints :]
-        self._report.metrics(number, {"timing_s/checkpoint": time.monotonic() - began})
 
     def _give_up(self) -> None:
         """Close the books of rollouts that will not be trained."""
@@ -278,15 +301,16 @@ class Trainer:
         )
 
 
-def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[list[Pack]]:
-    """The packs of each optimiser step, which takes whole groups. A step without a trained token is left out."""
+def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[Step]:
+    """The optimiser steps, which take whole groups. One without a trained token is left out."""
     by_group: dict[str, list[tuple[Sample, Advantages]]] = defaultdict(list)
     for sample, advantage in zip(taken.samples, taken.advantages, strict=True):
         by_group[sample.rollout.rpartition(".")[0]].append((sample, advantage))
-    objective, groups, steps = settings.objective, list(by_group.values()), []
+    objective, groups = settings.objective, list(by_group.values())
+    steps: list[Step] = []
     for chosen in optimiser_steps(len(groups), settings.optimiser_steps, settings.epochs, seed):
         samples, advantages = zip(*(pair for number in chosen for pair in groups[number]), strict=True)
         rows = iter(scored(list(samples), list(advantages), objective.normalisation, objective.constant))
         grouped = [list(islice(rows, len(groups[number]))) for number in chosen]
-        steps.append(pack(grouped, settings.micro_batch_tokens, settings.share_prefixes))
-    return [packs for packs in steps if packs]
+        steps.append((list(samples), pack(grouped, settings.micro_batch_tokens, settings.share_prefixes)))
+    return [(samples, packs) for samples, packs in steps if packs]

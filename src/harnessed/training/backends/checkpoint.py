@@ -1,4 +1,5 @@
-"""Checkpoint folders: weights that transformers loads, and beside them what training needs to go on. For `local.py`.
+"""Checkpoint folders: weights that transformers loads, and beside them what training needs to go on. For `local.py`,
+and for `cli.py`, which looks at one before anything starts.
 
     config.json, model.safetensors, tokenizer.json, ...   the policy; with LoRA, merged
     adapter/                                              with LoRA: the adapter, as peft reads it
@@ -21,13 +22,14 @@ from typing import Any
 
 import torch
 
-from harnessed.config import ConfigError
+from harnessed.config import ConfigError, Trainer
 from harnessed.records import Version
 
 ADAPTER_FOLDER = "adapter"
+CRITIC_FILE = "critic.pt"
 NOTES_FILE = "harnessed.json"
 TRAINING_FILE = "training.pt"
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError)
+UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, RuntimeError, pickle.UnpicklingError)
 """What reading one that is damaged or of another making raises."""
 
 
@@ -50,7 +52,11 @@ def appearing(folder: Path) -> Iterator[Path]:
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    yield unfinished
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     for path in unfinished.rglob("*"):
         if path.is_file():
             path.chmod(0o644)  # safetensors makes its file private
@@ -63,11 +69,40 @@ def write_training(folder: Path, notes: dict[str, Any], training: dict[str, Any]
     torch.save(training, folder / TRAINING_FILE)
 
 
-def read(folder: Path) -> Checkpoint:
-    """Raises ConfigError."""
+def read(folder: Path, settings: Trainer) -> Checkpoint:
+    """Raises ConfigError, also where the settings are not those to go on with."""
+    found = _read(folder)
+    _check(found, settings)
+    return found
+
+
+def _check(found: Checkpoint, settings: Trainer) -> None:
+    if found.step >= settings.steps:
+        raise ConfigError(f"trainer.resume_from: it has taken {found.step} steps: raise trainer.steps above it")
+    folder, kind = found.folder, found.training["kind"]
+    has_adapter = (folder / ADAPTER_FOLDER).is_dir()
+    if has_adapter != (settings.lora is not None):
+        raise ConfigError(
+            f"trainer.resume_from: {folder} was trained {'with' if has_adapter else 'without'} LoRA: set trainer.lora "
+            "as it was, or set policy.model to the checkpoint and begin anew"
+        )
+    if kind != settings.optimiser.kind:
+        raise ConfigError(
+            f"trainer.resume_from: {folder} holds the moments of {kind}: set trainer.optimiser.kind to it"
+        )
+    if settings.advantage.kind == "gae" and not (folder / CRITIC_FILE).is_file():
+        raise ConfigError(
+            f"trainer.resume_from: {folder} was trained without a critic: set trainer.advantage.kind as it was, or set "
+            "policy.model to the checkpoint and begin anew"
+        )
+
+
+def _read(folder: Path) -> Checkpoint:
     try:
         notes = json.loads((folder / NOTES_FILE).read_bytes())
         training = torch.load(folder / TRAINING_FILE, weights_only=True)
+        if missing := {"kind", "optimiser", "updates", "random"} - set(training):
+            raise ValueError(f"{TRAINING_FILE} lacks {', '.join(sorted(missing))}")
         return Checkpoint(folder, int(notes["step"]), int(notes["tasks"]), Version(*notes["version"]), training)
     except FileNotFoundError as error:
         raise ConfigError(

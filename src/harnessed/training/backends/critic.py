@@ -18,9 +18,6 @@ from harnessed.training.backends import checkpoint, models, optimiser
 from harnessed.training.backends.attention import seen
 from harnessed.training.packing import Pack
 
-FILE = "critic.pt"
-"""Its weights and moments in a checkpoint."""
-
 
 class Critic:
     """V of a call: a linear function of the hidden state of the token in front of the call's first sampled one."""
@@ -85,21 +82,22 @@ class Critic:
             "optimiser": self._optimiser.state_dict(),
             "updates": self._updates,
         }
-        torch.save(state, folder / FILE)
+        torch.save(state, folder / checkpoint.CRITIC_FILE)
 
     def load(self, folder: Path) -> None:
         """Raises ConfigError."""
         settings = self._settings.critic.optimiser
         try:
-            found = torch.load(folder / FILE, weights_only=True)
+            found = torch.load(folder / checkpoint.CRITIC_FILE, weights_only=True)
             if found["kind"] != settings.kind:
                 raise ConfigError(f"trainer.resume_from: set trainer.critic.optimiser.kind to {found['kind']}")
             self._backbone.load_state_dict(found["backbone"])
             self._head.load_state_dict(found["head"])
+            self._updates = int(found["updates"])
+            moments = found["optimiser"]
         except checkpoint.UNREADABLE as error:
             raise ConfigError(f"trainer.resume_from: cannot read the critic in {folder}: {error}") from error
-        optimiser.restore(self._optimiser, found["optimiser"], settings)
-        self._updates = found["updates"]
+        optimiser.restore(self._optimiser, moments, settings)
 
     def _losses(self, packs: list[Pack], before: NDArray[np.float64], returns: NDArray[np.float64]) -> Iterator[Tensor]:
         """The loss of each pack, a sum over its calls. One with answers in several packs counts in the first."""

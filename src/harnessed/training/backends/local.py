@@ -23,7 +23,7 @@ from harnessed.training.backends.tally import Tally, means
 from harnessed.training.losses import Terms, objective_loss, rollout_kl
 from harnessed.training.metrics import Clock
 from harnessed.training.packing import Pack
-from harnessed.weights import SharedWeights, read_state
+from harnessed.weights import SharedWeights, WeightsError, read_state
 
 POLICY_FILES = (
     "tokenizer.json",
@@ -39,9 +39,14 @@ POLICY_FILES = (
 class Update:
     """What an update did."""
 
-    applied: bool
-    """False: loss or gradient of its first optimiser step were not finite, the weights are as before."""
+    steps: int
+    """How many of its optimiser steps were taken, the first ones. 0: loss or gradient of the first were not finite, the
+    weights are as before."""
     metrics: dict[str, float]
+
+    @property
+    def applied(self) -> bool:
+        return self.steps > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +67,21 @@ class LocalBackend:
         torch.set_num_threads(settings.threads)
         logging.disable_progress_bar()  # the terminal belongs to the display
         self._folder, self._settings = folder, settings
-        resumed = checkpoint.read(settings.resume_from) if settings.resume_from else None
+        resumed = checkpoint.read(settings.resume_from, settings) if settings.resume_from else None
         self.step = resumed.step if resumed else 0
         self.tasks = resumed.tasks if resumed else 0
         """Training tasks that were used up to it. Both are those of the checkpoint that this backend goes on from."""
-        if self.step >= settings.steps:
-            raise ConfigError(f"trainer.resume_from: it has taken {self.step} steps: raise trainer.steps above it")
         lora, compares = settings.lora, settings.objective.kl.coefficient > 0
         model = models.load(resumed.folder, "trainer.resume_from") if resumed else models.load(folder, "policy.model")
+        if resumed:
+            models.check_shape(model, folder)
         # With adapters the frozen weights are at hand; without, they are loaded once more to compare with.
         base = models.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
-        self.version = _first_version(weights_folder, resumed)
-        self._weights = SharedWeights.create(weights_folder, model, self.version)
+        try:
+            self.version = _first_version(weights_folder, resumed)
+            self._weights = SharedWeights.create(weights_folder, model, self.version)
+        except (OSError, WeightsError) as error:
+            raise ConfigError(f"cannot write the policy into {weights_folder}: {error}") from error
         self._model = model
         self._served: dict[str, Tensor] = model.state_dict()
         """What the engine maps, by the names that transformers gives it."""
@@ -128,7 +136,7 @@ class LocalBackend:
             "learning_rate": rate,
             **clock.seconds,
         }
-        return Update(bool(taken), metrics)
+        return Update(len(taken), metrics)
 
     def divergences(self, packs: list[Pack], rollouts: int) -> list[float]:
         """Of each rollout from the reference, in nats: the estimates of its trained tokens, summed.
@@ -164,20 +172,9 @@ class LocalBackend:
 
     def _restore(self, resumed: checkpoint.Checkpoint) -> None:
         """What the weights alone do not say."""
-        found, kind = resumed.training, self._settings.optimiser.kind
-        adapter = resumed.folder / checkpoint.ADAPTER_FOLDER
-        if adapter.is_dir() != (self._adapters is not None):
-            raise ConfigError(
-                f"trainer.resume_from: {resumed.folder} was trained {'with' if adapter.is_dir() else 'without'} LoRA: "
-                "set trainer.lora as it was, or set policy.model to the checkpoint and begin anew"
-            )
-        if found["kind"] != kind:
-            raise ConfigError(
-                f"trainer.resume_from: {resumed.folder} holds the moments of {found['kind']}: set "
-                "trainer.optimiser.kind to it"
-            )
+        found = resumed.training
         if self._adapters is not None:
-            self._adapters.load(adapter)
+            self._adapters.load(resumed.folder / checkpoint.ADAPTER_FOLDER)
             if self._adapters.distance() > models.SAME:
                 raise ConfigError(
                     f"policy.model: {self._folder} is not the model whose adapter {resumed.folder} holds: set it as it "

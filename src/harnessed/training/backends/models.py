@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from harnessed.config import ConfigError, Lora
@@ -35,6 +35,18 @@ def load(folder: Path, setting: str) -> Any:
     model.eval()  # no dropout: the trained distribution has to be the sampled one
     attend_by_trees(model)
     return model
+
+
+def check_shape(model: Any, folder: Path) -> None:
+    """Raises ConfigError unless policy.model, in `folder`, has weights of the same names and shapes as the model."""
+    with torch.device("meta"):
+        other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    ours, theirs = ({name: each.shape for name, each in one.named_parameters()} for one in (model, other))
+    if ours != theirs:
+        raise ConfigError(
+            f"policy.model: {folder} has another shape than the model in trainer.resume_from: set it as it was when "
+            "that run began"
+        )
 
 
 def keep_layer_inputs_only(model: Any) -> None:
@@ -126,13 +138,14 @@ class Adapters:
 
         try:
             found = json.loads((folder / "adapter_config.json").read_bytes())
+            rank, alpha = int(found["r"]), float(found["lora_alpha"])
             state = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / ADAPTER_FILE).items()}
-        except (OSError, ValueError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
             raise ConfigError(f"trainer.resume_from: cannot read the adapter in {folder}: {error}") from error
-        if (found["r"], found["lora_alpha"]) != (self._config.r, self._config.lora_alpha):
+        if (rank, alpha) != (self._config.r, self._config.lora_alpha):
             raise ConfigError(
-                f"trainer.resume_from: the adapter in {folder} has rank {found['r']} and alpha {found['lora_alpha']:g}:"
-                " set trainer.lora to them"
+                f"trainer.resume_from: the adapter in {folder} has rank {rank} and alpha {alpha:g}: set trainer.lora "
+                "to them"
             )
         result = set_peft_model_state_dict(self._model, state, adapter_name=ADAPTER)
         own = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]

@@ -43,7 +43,10 @@ def set_learning_rate(optimiser: torch.optim.Optimizer, rate: float) -> None:
 
 
 def restore(optimiser: torch.optim.Optimizer, state: dict[str, object], settings: Optimiser) -> None:
-    """Take over moments from a checkpoint, and leave the settings as they are now."""
-    optimiser.load_state_dict(state)
+    """Take over moments from a checkpoint, and leave the settings as they are now. Raises ConfigError."""
+    try:
+        optimiser.load_state_dict(state)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"trainer.resume_from: it holds the moments of other weights: {error}") from error
     for group in optimiser.param_groups:
         group["betas"], group["weight_decay"] = settings.betas, settings.weight_decay

@@ -4,7 +4,7 @@ events is what the answer says whole, and both are what was recorded."""
 import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from policies import CALLING, make_policy
 from scripted_engine import Scripted
@@ -33,7 +33,24 @@ PROTOCOLS = {
     ),
 }
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "é  \\u00e9", "n": 20.0}}\n</tool_call>'
-PARTS = ["a", " ", "\n", "é☃", "🎈", "{", "<think>", "</think>", "<tool_call>", "</tool_call>", CALL, CALL[:40], "STOP"]
+BREAKS = "one\u0085two\u2028three\u2029"
+"""What httpx, and so litellm and Google's SDK, takes for the end of a line."""
+PARTS = [
+    "a",
+    " ",
+    "\n",
+    BREAKS,
+    "é☃",
+    "🎈",
+    "{",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    CALL,
+    CALL[:40],
+    "STOP",
+]
 
 
 async def asked(house, key, protocol, streamed):
@@ -180,6 +197,7 @@ async def calling(house):
     st.sampled_from(["stop", "length"]),
     st.integers(0, 3),
 )
+@example([BREAKS], "stop", 0)
 async def test_a_stream_tells_what_the_answer_says(calling, protocol, said, finish, cut):
     """For random tokens, calls, broken calls, and characters cut in two."""
     house = calling

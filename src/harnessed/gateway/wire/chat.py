@@ -9,6 +9,7 @@ import orjson
 
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import grammar_of, invalid, objects, read_growing, texts, whole_number
+from harnessed.gateway.wire.events import written
 from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
@@ -120,7 +121,7 @@ class Stream:
 
 
 def event(value: dict[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+    return b"data: " + written(value) + b"\n\n"
 
 
 def usage(reply: Reply) -> dict[str, int]:

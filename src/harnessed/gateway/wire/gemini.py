@@ -14,6 +14,7 @@ import orjson
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import image, invalid, objects, read_growing, texts, whole_number
 from harnessed.gateway.wire.chat import MOST_CHOICES
+from harnessed.gateway.wire.events import written
 from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.messages import parsed
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
@@ -126,7 +127,7 @@ class Stream:
         return self._chunk({"candidates": candidates} | _usage(reply)) + (b"" if self._events else b"]")
 
     def _chunk(self, values: Item) -> bytes:
-        value = orjson.dumps(values | self._common)
+        value = written(values | self._common)
         if self._events:
             return b"data: " + value + b"\r\n\r\n"
         before, self._before = self._before, b",\r\n"

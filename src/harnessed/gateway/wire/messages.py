@@ -11,6 +11,7 @@ import orjson
 
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import image, invalid, objects, read_growing, texts, whole_number
+from harnessed.gateway.wire.events import written
 from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import POLICY, Address, Choice, Reply, Turn, Wanted, WireError
 
@@ -247,7 +248,7 @@ def _block_delta(index: int, delta: dict[str, Any]) -> bytes:
 
 
 def _event(kind: str, **values: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps({"type": kind} | values) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + written({"type": kind} | values) + b"\n\n"
 
 
 def _message(call: str, model: str) -> dict[str, Any]:

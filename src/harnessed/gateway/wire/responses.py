@@ -13,6 +13,7 @@ import orjson
 from harnessed.gateway.reading import Piece
 from harnessed.gateway.wire.body import grammar_of, image, invalid, objects, read_growing, whole_number
 from harnessed.gateway.wire.chat import render_error, render_models
+from harnessed.gateway.wire.events import written
 from harnessed.gateway.wire.growing import Beginning
 from harnessed.gateway.wire.turn import INSTRUCTIONS, POLICY, REFERENCE, Address, Choice, Reply, Turn, Wanted
 
@@ -142,7 +143,7 @@ class Stream:
 
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": next(self._numbers)} | values
-        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + written(event) + b"\n\n"
 
 
 def _grammar(request: Item) -> str:

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from harnessed.config import Advantage
 from harnessed.records import Attempt, Node, Outcome, Purpose, Rollout, State, Transcript
-from harnessed.training.advantages import group_relative
+from harnessed.training.advantages import advantages as advantages_of
 from harnessed.training.backends.attention import attend_by_trees
 from harnessed.training.backends.policy import distributions
 from harnessed.training.batching import deal, scored
@@ -149,7 +150,8 @@ def bookkeeping(groups: list[list[Transcript]]) -> tuple[list[list[Sample]], lis
     samples = [[build(each) for each in group] for group in groups]
     times.append(time.process_time())
     flat = [each for group in samples for each in group]
-    advantages = [a for group in samples for a in group_relative([s.reward or 0.0 for s in group], normalise=True)]
+    rewards = [[sample.reward or 0.0 for sample in group] for group in samples]
+    advantages = [each for group in advantages_of(rewards, Advantage()) for each in group]
     rows = iter(scored(flat, [*advantages], "rollout"))
     weighted = [[next(rows) for _ in group] for group in samples]
     times.append(time.process_time())

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from harnessed.records import Dialect, History, Limits, Overlong, Sampling, SideCall
+from harnessed.records import CloseMode, Dialect, History, Limits, Overlong, Sampling, SideCall
 
 
 class ConfigError(Exception):
@@ -254,7 +254,8 @@ class Advantage(Settings):
     """Groups whose rewards are all equal. `skip`: not trained, fate `group_skipped`. `keep`: they count in R with
     advantages of 0, and what the KL and entropy terms ask of them."""
     refill: int = Field(0, ge=0)
-    """So many times further groups are run in place of skipped ones (DAPO's dynamic sampling)."""
+    """In place of skipped groups others are run, so many times `trainer.groups_per_step` for one update at most (DAPO's
+    dynamic sampling)."""
     per_call: bool = False
     """Each call has an advantage of its own, from the rewards that the evaluator gave for calls (`calls`) and from the
     rollout's, which is added at its last call. kind `gae` does so always."""
@@ -354,6 +355,28 @@ class Critic(Settings):
     """A value is not rewarded for moving further than this, in units of reward, in one update. None: it may."""
 
 
+class Schedule(Settings):
+    """When groups are rolled out and when the policy is updated; docs/schedules.md explains the choice."""
+
+    kind: Literal["sync", "collocated", "async"] = "sync"
+    """`sync`: an update waits for all groups in flight. `collocated`: engine and trainer share their devices; an update
+    takes the groups that are complete and holds the others' calls meanwhile. `async`: each has its own; calls are held
+    while the new weights are copied."""
+    groups_in_flight: int | None = Field(None, ge=1)
+    """Groups that run at once or wait for their update. None: `trainer.groups_per_step` for sync, else twice as
+    many."""
+    staleness: int = Field(2, ge=1)
+    """Most updates between the oldest trained token of a rollout and the update that trains it. Kept by waiting: an
+    update that would let a running group grow older does not start before that group is complete. For sync it is 0."""
+    at_update: CloseMode = CloseMode.INTERRUPT
+    """What becomes of answers that are being generated. `interrupt`: they stop, and go on from their tokens. `finish`:
+    they run to their end, for `finish_s` at most."""
+    finish_s: float = Field(120, gt=0, le=600)
+    remake: int = Field(0, ge=0, le=2)
+    """So often a group is cancelled and made again where an update would have to wait for it. It favours tasks that
+    are quick."""
+
+
 class Trainer(Settings):
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
@@ -390,10 +413,16 @@ class Trainer(Settings):
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Who else gets the metrics. Each writes into a folder of its name in the run's, and nothing leaves the machine
     unless its own environment variables say so; docs/metrics.md has a section for them."""
+    schedule: Schedule = Schedule()
     optimiser: Optimiser = Optimiser()
     advantage: Advantage = Advantage()
     objective: Objective = Objective()
     critic: Critic = Critic()
+
+    @property
+    def groups_in_flight(self) -> int:
+        usual = self.groups_per_step * (1 if self.schedule.kind == "sync" else 2)
+        return self.schedule.groups_in_flight or usual
 
     @model_validator(mode="after")
     def _steps_take_whole_groups(self) -> "Trainer":
@@ -401,6 +430,20 @@ class Trainer(Settings):
             raise ValueError(
                 f"trainer.optimiser_steps: {self.optimiser_steps} steps of whole groups need as many groups; "
                 f"trainer.groups_per_step is {self.groups_per_step}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _keeps_its_bound(self) -> "Trainer":
+        schedule, least = self.schedule, self.groups_per_step
+        # Groups of one version must fit into the updates that may take them. With `async` the update during which they
+        # were created has its groups already.
+        updates = {"sync": 1, "collocated": schedule.staleness + 1, "async": schedule.staleness}[schedule.kind]
+        if not least <= self.groups_in_flight <= least * updates:
+            raise ValueError(
+                f"trainer.schedule.groups_in_flight: {self.groups_in_flight} is not {least} (trainer.groups_per_step) "
+                f"to {least * updates}, which is what {schedule.kind} can train"
+                + (f" within staleness {schedule.staleness}" if schedule.kind != "sync" else " at once")
             )
         return self
 

@@ -29,7 +29,7 @@ def evaluate(
     transcripts = [transcript for group in rollouts.collect(specs) for transcript in group]
     for transcript, spec in zip(transcripts, specs, strict=True):
         report.transcript(transcript, spec.task, build(transcript).fates, step=None)
-    rollouts.close()
+    rollouts.close([spec.id for spec in specs])
     sampled = _rewards(transcripts[: len(tasks)])
     wrong = complaint(transcripts)
     if not sampled or (wrong and not any(attempt.nodes for each in transcripts for attempt in each.attempts)):

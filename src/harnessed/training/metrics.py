@@ -11,11 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from harnessed.records import UNKNOWN_VERSION, Fate, Split, Version
+from harnessed.records import Fate, Split, Version
+from harnessed.training.lineages import Forks, age_of
 from harnessed.training.report import HeldOut
-from harnessed.training.samples import Sample
 from harnessed.training.selection import Group, Taken
 
 Line = dict[str, Any]
@@ -94,25 +92,17 @@ def of_conversations(groups: list[Group]) -> Line:
     return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
 
 
-def of_taken(taken: Taken, current: Version) -> Line:
+def of_taken(taken: Taken, current: Version, forks: Forks) -> Line:
     """What an update is going to train, at version `current`. Staleness is the number of updates since the oldest
     trained token of a rollout; None where the engine does not say what it served."""
     samples = taken.samples
-    oldest = [version for sample in samples if (version := _oldest(sample)) is not None]
-    ages = [current.number - version.number for version in oldest]
+    ages = [age for sample in samples if (age := age_of([sample], current, forks)) is not None]
     return {
         "groups_taken": taken.groups,
         "rows_per_rollout": sum(len(sample.rows) for sample in samples) / max(len(samples), 1),
         "staleness_mean": statistics.fmean(ages) if ages else None,
         "staleness_max": max(ages) if ages else None,
     }
-
-
-def _oldest(sample: Sample) -> Version | None:
-    """Numbers only grow, in a new lineage too."""
-    trained = {int(version) for row in sample.rows for version in np.unique(row.versions[row.trained])}
-    known = [Version.unpack(version) for version in trained - {UNKNOWN_VERSION}]
-    return min(known, key=lambda version: version.number, default=None)
 
 
 def of_held_out(result: HeldOut, seconds: float) -> Line:

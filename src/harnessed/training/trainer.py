@@ -1,8 +1,8 @@
-"""The training loop: roll out groups, compare their rewards, take the optimiser steps of an update, again.
+"""The training loop: create groups, wait for them, take the optimiser steps of an update, again.
 
-`harnessed train` makes a Trainer and calls `run`. `Trainer.step` reads top to bottom; everything it calls is a pure
-function of values (samples, advantages, packs) or one of the three things with effects: the rollouts, the
-engine's pause, the backend's update.
+`harnessed train` makes a Trainer and calls `run`. What comes next is decided by `schedule.py`; an update reads top to
+bottom in `_step`. Everything else is a pure function of values (samples, advantages, packs) or one of the three things
+with effects: the rollouts, the engine's pause, the backend's update.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from shutil import rmtree
 
@@ -19,26 +19,30 @@ from safetensors import SafetensorError
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
 from harnessed.config import Trainer as TrainerSettings
-from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Task, Version
+from harnessed.records import Fate, Task
+from harnessed.training import schedule
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
-from harnessed.training.failures import CannotWrite, WrongVersion
+from harnessed.training.failures import CannotWrite
+from harnessed.training.flights import Flights
+from harnessed.training.lineages import Forks
 from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
 from harnessed.training.rollouts import Rollouts
-from harnessed.training.samples import Bound, Sample, build
-from harnessed.training.selection import Group, Taken, select, why_not
+from harnessed.training.samples import Sample, build
+from harnessed.training.schedule import Create, Drop, Plan, Wait, decide, to_create
+from harnessed.training.selection import Group, Taken, select
 from harnessed.training.tasks import take
 from harnessed.training.valuing import Lesson, of_penalties, penalise, select_by_critic
 
 CURVE_EVERY = 10
 """Steps after which curve.png is drawn again; after each evaluation as well."""
-DRAIN_LIMIT_S = 120
-"""Longest wait for the engine to finish what it generates before an update."""
+PAUSE_LIMIT_S = 120
+"""Longest wait for the engine to stand still when the gateway asks it for nothing any more."""
 Step = tuple[list[Sample], list[Pack]]
 """An optimiser step: what it trains, and that in micro-batches."""
 
@@ -59,7 +63,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Trainer:
-    """One synchronous training run, from its first evaluation to summary.json."""
+    """One training run, from its first evaluation to summary.json."""
 
     def __init__(
         self,
@@ -89,8 +93,14 @@ class Trainer:
         self._train_tasks = train_tasks
         self._held_out_tasks = held_out_tasks
         self._restarts = restarts
+        self._forks: Forks = {}
+        self._flights = Flights(rollouts, config, self._forks, backend.tasks)
+        self._plan = plan(config.trainer)
+        self._tasks_ended = False
         self._report = Report(folder, gateway, run, display.note, track)
         self._started = time.monotonic()
+        self._clock = Clock()
+        """Of the step under way."""
         self._consumed: list[str] = []
         self._checkpoints: list[Path] = []
         self._steps = backend.step
@@ -104,13 +114,9 @@ class Trainer:
     def run(self) -> Summary:
         """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
         interrupted = False
-        every = self._config.evaluation.every
         try:
             self._before = self._evaluate("before")
-            for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
-                self.step(number)
-                if every and number % every == 0 and number < self._config.trainer.steps:
-                    self._evaluate(f"{number}-steps-into")
+            self._train()
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
             interrupted = True
@@ -124,34 +130,61 @@ class Trainer:
         self._report.summary(summary)
         return summary
 
-    def step(self, number: int) -> None:
-        settings = self._config.trainer
-        clock = Clock()
-        self._display.step(number)
+    def _train(self) -> None:
+        """Take the steps that are left."""
+        steps, every = self._config.trainer.steps, self._config.evaluation.every
+        self._begin_step()
+        while self._steps < steps:
+            self._flights.refresh(self._backend.version)
+            version, left = self._backend.version.number, steps - self._steps
+            match decide(self._flights.all, version, left, self._plan, ended=self._tasks_ended):
+                case Create(groups):
+                    self._create(groups)
+                case schedule.Update(groups):
+                    self._step(self._flights.take(groups))
+                    if every and self._steps % every == 0 and self._steps < steps:
+                        self._evaluate(f"{self._steps}-steps-into")
+                    self._begin_step()
+                case Drop(groups, again):
+                    self._book_dropped(self._flights.drop(groups, again=again))
+                case Wait(overdue):
+                    with self._clock.phase("rollouts"):
+                        self._rollouts.wait(f"{len(overdue) or self._plan.groups_per_update} groups")
+
+    def _begin_step(self) -> None:
+        self._clock = Clock()
+        self._rollouts.watch.moved()
+        self._display.step(self._steps + 1)
         self._display.phase("rollouts")
-        with clock.phase("rollouts"):
-            groups = self._roll_out(number)
+
+    def _create(self, groups: int) -> None:
+        """Begin groups with the next tasks. Raises ConfigError if there are fewer than an update takes."""
+        least = max(0, self._plan.groups_per_update - len(self._flights.all))
+        tasks = take(self._train_tasks, groups, "tasks.train", least=least)
+        self._tasks_ended = len(tasks) < groups
+        self._flights.create(tasks)
+
+    def _step(self, groups: list[Group]) -> None:
+        number, settings, clock = self._steps + 1, self._config.trainer, self._clock
         self._display.phase("update")
-        with clock.phase("build"):
-            samples = [group.samples for group in groups]
-            metrics: Line = of_penalties(samples, settings)
-            taken, lesson = self._select(samples)
-            self._check_versions(taken)
-            metrics |= of_taken(taken, self._backend.version)
-            steps = packed_steps(taken, settings, self._config.run.seed + number)
-        with clock.phase("update"):
-            update = self._update(taken, steps)
-        critic = self._backend.critic
-        if critic and lesson and update and update.applied:
-            with clock.phase("critic"):
-                metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
+        samples = [group.samples for group in groups]
+        with self._device(clock):
+            self._top_up()
+            with clock.phase("build"):
+                penalise(samples, self._backend, settings)
+                metrics: Line = of_penalties(samples, settings)
+                taken, lesson = self._select(samples)
+                steps = packed_steps(taken, settings, self._config.run.seed + number)
+            metrics |= of_taken(taken, self._backend.version, self._forks)
+            with clock.phase("update"):
+                update = self._update(taken, steps)
+            critic = self._backend.critic
+            if critic and lesson and update and update.applied:
+                with clock.phase("critic"):
+                    metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
-            self._consumed += [group.spec.id for group in groups]
             self._steps, self._booked = number, self._backend.version
-            for group in groups:
-                for transcript, sample in zip(group.transcripts, group.samples, strict=True):
-                    self._report.transcript(transcript, group.spec.task, sample.fates, number)
-            self._rollouts.close()
+            self._book(groups, number)
 
         metrics |= of_groups(groups, settings.groups_per_step)
         metrics |= {"update_applied": update is not None and update.applied, **(update.metrics if update else {})}
@@ -163,27 +196,25 @@ class Trainer:
         if number % settings.checkpoint_every == 0 or number == settings.steps:
             self._checkpoint(number)
 
-    def _roll_out(self, number: int) -> list[Group]:
-        """The groups of a step. In place of those that cannot be compared, further tasks are run, in so many rounds as
-        `trainer.advantage.refill` allows."""
-        settings, sampling = self._config.trainer, self._config.sampling
-        bound = Bound(settings.row_tokens, settings.overlong)
-        groups: list[Group] = []
-        missing = settings.groups_per_step
-        for refill in range(settings.advantage.refill + 1):
-            tasks = take(self._train_tasks, missing, "tasks.train", least=0 if refill else missing)
-            if not tasks:
-                break
-            label = f"step-{number:05d}" + (f"-refill-{refill}" if refill else "")
-            specs = self._rollouts.specs(label, tasks, settings.group_size, Purpose.TRAIN, sampling, draws=label)
-            collected = zip(specs, self._rollouts.collect(specs), strict=True)
-            found = [Group(spec, each, [build(transcript, bound) for transcript in each]) for spec, each in collected]
-            penalise([group.samples for group in found], self._backend, settings)
-            groups += found
-            missing = sum(why_not(group.samples, settings.advantage) is not None for group in found)
-            if not missing:
-                break
-        return groups
+    def _top_up(self) -> None:
+        """Where others run beside an update, those that take the place of its groups begin already."""
+        if self._config.trainer.schedule.kind != "sync":
+            left = self._config.trainer.steps - self._steps - 1
+            if missing := to_create(self._flights.all, left, self._plan):
+                self._create(missing)
+
+    def _book(self, groups: list[Group], number: int) -> None:
+        for group in groups:
+            self._consumed.append(group.spec.id)
+            for transcript, sample in zip(group.transcripts, group.samples, strict=True):
+                self._report.transcript(transcript, group.spec.task, sample.fates, number)
+        self._rollouts.close([group.spec.id for group in groups])
+
+    def _book_dropped(self, groups: list[Group]) -> None:
+        for sample in chain.from_iterable(group.samples for group in groups):
+            sample.give_up(Fate.STALE)
+        with uninterrupted():
+            self._book(groups, self._steps + 1)
 
     def _select(self, groups: list[list[Sample]]) -> tuple[Taken, Lesson | None]:
         """What the update takes, and what a critic learns from it."""
@@ -192,43 +223,43 @@ class Trainer:
             return select(groups, settings.advantage), None
         return select_by_critic(groups, critic, settings)
 
-    def _check_versions(self, taken: Taken) -> None:
-        """In a synchronous run every token is sampled by the weights that it trains."""
-        current = self._backend.version.pack()
-        served = {int(version) for sample in taken.samples for row in sample.rows for version in row.versions}
-        served.discard(UNKNOWN_VERSION)
-        if served - {current}:
-            others = ", ".join(".".join(map(str, Version.unpack(version))) for version in sorted(served - {current}))
-            raise WrongVersion(
-                f"the engine answered with version {others} of the policy where the trainer has written "
-                f"{'.'.join(map(str, self._backend.version))}; does it map the folder that engine.weights names?"
-            )
-
     def _update(self, taken: Taken, steps: list[Step]) -> Update | None:
         """The optimiser steps; None if no group had a signal."""
         if not steps:
             return None
         packs = [packs for _, packs in steps]
-        update = self._backend.update(packs, self._config.trainer.objective, self._engine_stands_still())
+        apart = self._config.trainer.schedule.kind == "async"
+        writing = self._engine_stands_still() if apart else contextlib.nullcontext()
+        update = self._backend.update(packs, self._config.trainer.objective, writing)
         trained = {sample.rollout for samples, _ in steps[: update.steps] for sample in samples}
         for sample in taken.samples:
             if sample.rollout not in trained and sample.trained_tokens:
                 sample.give_up(Fate.UPDATE_SKIPPED)
         return update
 
+    def _device(self, clock: Clock) -> contextlib.AbstractContextManager[None]:
+        """Around everything that an update computes: the engine leaves the devices to it, if they share them."""
+        if self._config.trainer.schedule.kind == "async":
+            return contextlib.nullcontext()
+        return self._engine_stands_still()
+
     @contextlib.contextmanager
     def _engine_stands_still(self) -> Iterator[None]:
-        """Around the write of the weights: the gateway holds calls, and the engine is paused.
+        """The gateway holds calls, and the engine is paused.
 
         An engine that dies forgets that it was paused. One that is started again within sees the writer's mark, and
         generates nothing before it is gone; what generates when the mark appears is discarded by the engine itself.
         """
-        with closed(self._gateway, self._run, drain_s=DRAIN_LIMIT_S):
-            try:
-                self._engine(pause_engine(DRAIN_LIMIT_S))
-                yield
-            finally:
-                self._engine(resume_engine())
+        how = self._config.trainer.schedule
+        with contextlib.ExitStack() as held:
+            with self._clock.phase("drain"):
+                held.enter_context(closed(self._gateway, self._run, how.at_update, how.finish_s))
+                # Who has begun by now has tokens of the present version; who begins later has none.
+                self._rollouts.watch.catch_up()
+                self._flights.refresh(self._backend.version)
+                held.callback(self._engine, resume_engine())
+                self._engine(pause_engine(PAUSE_LIMIT_S))
+            yield
 
     def _evaluate(self, label: str) -> HeldOut:
         self._display.phase(f"held-out tasks, {label} training")
@@ -253,8 +284,8 @@ class Trainer:
 
     def _save(self, number: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{number:05d}"
-        tasks = self._backend.tasks + len(self._consumed)
-        notes = {"step": number, "version": list(self._backend.version), "tasks": tasks, "groups": self._consumed}
+        version, tasks = list(self._backend.version), self._flights.tasks
+        notes = {"step": number, "version": version, "tasks": tasks, "groups": self._consumed}
         try:
             self._backend.save(folder, notes)
         except (OSError, RuntimeError, SafetensorError) as error:  # each library tells of a full disk in its own way
@@ -299,6 +330,18 @@ class Trainer:
             checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
             interrupted=interrupted,
         )
+
+
+def plan(settings: TrainerSettings) -> Plan:
+    """What `schedule.decide` has to know."""
+    schedule = settings.schedule
+    return Plan(
+        groups_per_update=settings.groups_per_step,
+        in_flight=settings.groups_in_flight,
+        staleness=0 if schedule.kind == "sync" else schedule.staleness,
+        most_groups=settings.groups_per_step * (settings.advantage.refill + 1),
+        remake=schedule.remake,
+    )
 
 
 def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[Step]:

@@ -4,6 +4,7 @@
 schedules.
 """
 
+import copy
 import shutil
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -60,14 +61,17 @@ class Fixed:
 
 
 class LocalBackend:
-    """A policy with its optimiser. Its weights live in `weights_folder`, mapped by the engine as well."""
+    """A policy with its optimiser, and the weights in `weights_folder`, which the engine maps."""
 
-    def __init__(self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0) -> None:
-        """`folder` is policy.model. Raises ConfigError."""
+    def __init__(
+        self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0, go_on_from: Path | None = None
+    ) -> None:
+        """`folder` is policy.model; `go_on_from` a checkpoint, in place of the settings'. Raises ConfigError."""
         torch.set_num_threads(settings.threads)
         logging.disable_progress_bar()  # the terminal belongs to the display
         self._folder, self._settings = folder, settings
-        resumed = checkpoint.read(settings.resume_from, settings) if settings.resume_from else None
+        begin = go_on_from or settings.resume_from
+        resumed = checkpoint.read(begin, settings) if begin else None
         self.step = resumed.step if resumed else 0
         self.tasks = resumed.tasks if resumed else 0
         """Training tasks that were used up to it. Both are those of the checkpoint that this backend goes on from."""
@@ -77,14 +81,20 @@ class LocalBackend:
             models.check_shape(model, folder)
         # With adapters the frozen weights are at hand; without, they are loaded once more to compare with.
         base = models.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
+        # With devices of its own the engine serves one version while the next one is computed. With adapters it does so
+        # anyway: they are written when they are complete.
+        apart = settings.schedule.kind == "async" and lora is None
+        served = copy.deepcopy(model) if apart else model
         try:
             self.version = _first_version(weights_folder, resumed)
-            self._weights = SharedWeights.create(weights_folder, model, self.version)
+            self._weights = SharedWeights.create(weights_folder, served, self.version)
         except (OSError, WeightsError) as error:
             raise ConfigError(f"cannot write the policy into {weights_folder}: {error}") from error
         self._model = model
-        self._served: dict[str, Tensor] = model.state_dict()
+        self._served: dict[str, Tensor] = served.state_dict()
         """What the engine maps, by the names that transformers gives it."""
+        self._in_place = lora is None and not apart
+        """The optimiser changes what the engine maps."""
         self._adapters = models.Adapters(model, base, lora, seed) if lora else None
         self._reference = base.requires_grad_(False) if compares and not lora else None
         self._compares = compares
@@ -119,14 +129,14 @@ class LocalBackend:
                 tally = self._gradient(packs, before, objective)
                 if not tally.finite:
                     break
-                if not taken and self._adapters is None:
+                if not taken and self._in_place:
                     self._begin_writing(writing, standing_still, following)
                 self.whole = False
                 self._optimiser.step()
                 taken.append(tally)
-            if taken and self._adapters is not None:
+            if taken and not self._in_place:
                 self._begin_writing(writing, standing_still, following)
-                self._adapters.write()
+                self._write()
         if taken:
             self.version, self.whole = following, True
             self._updates += 1
@@ -185,6 +195,15 @@ class LocalBackend:
         optimiser.restore(self._optimiser, found["optimiser"], self._settings.optimiser)
         self._updates = found["updates"]
         torch.set_rng_state(found["random"])
+
+    def _write(self) -> None:
+        """Let the engine have what the optimiser has made."""
+        if self._adapters is not None:
+            self._adapters.write()
+            return
+        made = self._model.state_dict()
+        for name, tensor in self._served.items():
+            tensor.copy_(made[name])
 
     def _begin_writing(
         self, writing: ExitStack, standing_still: AbstractContextManager[None], following: Version

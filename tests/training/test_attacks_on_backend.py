@@ -192,10 +192,10 @@ def running(folder, backend, step):
     trainer = trainer_of(backend, steps=3)
     trainer._config.evaluation = Evaluation()
     trainer._folder, trainer._steps, trainer._saved, trainer._booked = folder, 0, 0, backend.version
-    trainer._consumed, trainer._checkpoints = [], []
+    trainer._consumed, trainer._checkpoints, trainer._flights = [], [], SimpleNamespace(tasks=5)
     trainer._display, trainer._rollouts = SimpleNamespace(phase=str), SimpleNamespace(give_up=list)
     trainer._report = SimpleNamespace(summary=str)
-    trainer.step = lambda number: step(trainer, number)
+    trainer._train = lambda: [step(trainer, number) for number in (1, 2, 3)]
     trainer._evaluate = trainer._summary = str
     return trainer
 

@@ -168,7 +168,7 @@ class Trainer:
         number, settings, clock = self._steps + 1, self._config.trainer, self._clock
         self._display.phase("update")
         samples = [group.samples for group in groups]
-        with self._device(clock):
+        with self._device():
             self._top_up()
             with clock.phase("build"):
                 penalise(samples, self._backend, settings)
@@ -237,7 +237,7 @@ class Trainer:
                 sample.give_up(Fate.UPDATE_SKIPPED)
         return update
 
-    def _device(self, clock: Clock) -> contextlib.AbstractContextManager[None]:
+    def _device(self) -> contextlib.AbstractContextManager[None]:
         """Around everything that an update computes: the engine leaves the devices to it, if they share them."""
         if self._config.trainer.schedule.kind == "async":
             return contextlib.nullcontext()

@@ -3,16 +3,19 @@
 import asyncio
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import orjson
 import pytest
-from command import harnessed
+from command import environment
+from command import harnessed as run_command
 from house import house  # noqa: F401  # a fixture
 from scripted_engine import Scripted
 from sqlalchemy import create_engine
 from texts import answer
 
+import harnessed as package
 from harnessed.browse.picture import draw, packed
 from harnessed.browse.timeline import RUNNING, TRIED_AGAIN, Bar, Phase, Timeline, busy, read, running, shares
 from harnessed.client import close_turnstile, end_attempt, open_turnstile
@@ -23,6 +26,11 @@ from harnessed.training.timeline import FILE
 from harnessed.training.timeline import Timeline as Writer
 
 QUESTION = [{"role": "user", "content": "hello"}]
+
+
+def harnessed(*arguments):
+    """The finished command, of the code that is tested."""
+    return run_command(*arguments, env=environment(PYTHONPATH=str(Path(package.__file__).parent.parent)))
 
 
 def made(periods, phases=(), bars=(), began=0.0, ended=100.0):

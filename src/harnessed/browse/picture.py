@@ -26,7 +26,8 @@ MOST_NUMBERS = 40
 """Updates whose step is written."""
 GREY = "#5F6368"
 BATCH = "#4C78A8"
-CLOSED = {"color": "#000000", "alpha": 0.09, "linewidth": 0}
+CLOSED = {"color": "#E3E3E3", "linewidth": 0, "zorder": 0}
+"""Behind all else."""
 PHASES = {
     "start": "#B7C0CC",
     "wait": "#E4E7EB",
@@ -222,7 +223,8 @@ def _legend(axes: Any, timelines: list[tuple[Timeline, Shares]]) -> None:
     from matplotlib.patches import Patch
 
     phases = {phase.name for timeline, _ in timelines for phase in timeline.phases}
-    bars = {(bar.outcome, bar.evaluation) for timeline, _ in timelines for bar in timeline.bars}
+    bars = [bar for timeline, _ in timelines for bar in timeline.bars]
+    outcomes = {bar.outcome for bar in bars}
     engine = [
         Patch(color=BATCH, label="generations"),
         Line2D([], [], color=GREY, linewidth=0.9, linestyle=(0, (5, 3)), label="a quarter of the usual batch"),
@@ -231,11 +233,10 @@ def _legend(axes: Any, timelines: list[tuple[Timeline, Shares]]) -> None:
         engine.append(Patch(label="turnstile closed", **CLOSED))
     trainer = [Patch(color=PHASES[name], label=name) for name in NAMES if name in phases]
     rollouts = [
-        Patch(facecolor=colour, alpha=opacity, label=name.replace("_", " ") + added)
-        for name, colour in OUTCOMES.items()
-        for evaluation, opacity, added in ((False, 1.0, ""), (True, PALE, ", held out"))
-        if (name, evaluation) in bars
+        Patch(facecolor=colour, label=name.replace("_", " ")) for name, colour in OUTCOMES.items() if name in outcomes
     ]
+    if any(bar.evaluation for bar in bars):
+        rollouts.append(Patch(facecolor=OUTCOMES[Outcome.OK], alpha=PALE, label="paler: held out"))
     axes.set_axis_off()
     for title, handles, place, columns in (
         ("engine", engine, 0.0, 1),

@@ -102,9 +102,9 @@ def test_busy_says_nothing_before_two_updates(updates):
 
 
 def test_the_usual_batch_is_a_median_over_time():
-    """Of 30 s with 1, 50 s with 2, 10 s with 9, whatever their number."""
-    periods = [(0, 30), *[(30, 80)] * 2, *[(80, 90)] * 9]
-    assert shares(made(periods)).usual_batch == 2
+    """One of 60 s counts for more than four of a second."""
+    periods = [*[(0, 60)] * 5, (60, 61), *[(61, 62)] * 2, (62, 63), *[(63, 64)] * 9]
+    assert shares(made(periods)).usual_batch == 5
 
 
 def test_attempts_take_the_lowest_free_lane():

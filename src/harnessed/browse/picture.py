@@ -26,7 +26,7 @@ MOST_NUMBERS = 40
 """Updates whose step is written."""
 GREY = "#5F6368"
 BATCH = "#4C78A8"
-CLOSED = {"color": "#E3E3E3", "linewidth": 0, "zorder": 0}
+CLOSED: dict[str, Any] = {"color": "#E3E3E3", "linewidth": 0, "zorder": 0}
 """Behind all else."""
 PHASES = {
     "start": "#B7C0CC",
@@ -245,7 +245,7 @@ def _legend(axes: Any, timelines: list[tuple[Timeline, Shares]]) -> None:
     ):
         if handles:
             legend = Legend(
-                axes, handles, [handle.get_label() for handle in handles], title=title, ncols=columns, fontsize=8,
+                axes, handles, [str(handle.get_label()) for handle in handles], title=title, ncols=columns, fontsize=8,
                 title_fontproperties={"size": 8, "weight": "bold"}, alignment="left", frameon=False, borderaxespad=0,
                 loc="upper left", bbox_to_anchor=(place, 1.0), bbox_transform=axes.transAxes,
             )  # fmt: skip

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harnessed import logs, services
-from harnessed.browse.arguments import add_commands
+from harnessed.browse.arguments import add_commands, add_timeline_arguments
 from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError
@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=doctor)
     description = "who waits for whom at a gateway, and since when; exit status 0 if it is ready"
     add_status_arguments(commands.add_parser("status", help=description, description=description))
+    description = "draw engine, trainer and rollouts of runs over time, and say how busy they were"
+    add_timeline_arguments(commands.add_parser("timeline", help=description, description=description))
     description = "look into what a run recorded"
     add_commands(commands.add_parser("rollouts", help=description, description=description))
     return parser

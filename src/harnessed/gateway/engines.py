@@ -4,6 +4,8 @@
 """
 
 import asyncio
+import time
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -65,6 +67,8 @@ class _Running:
     """What is sampled of it so far, as far as it is known."""
     deadline: float
     """In the time of the event loop."""
+    periods: "array[float]"
+    """When an engine was at it, in seconds since the epoch: begin and end, one after the other."""
     server: Server | None = None
     """Where it runs now."""
     lost: set[str] = field(default_factory=set)
@@ -125,13 +129,15 @@ class Engines:
         generation: Generation,
         kept: Generated = NOTHING,
         preview: Preview | None = None,
+        periods: "array[float] | None" = None,
     ) -> Generated:
-        """Sample one answer, of which `kept` was sampled before.
+        """Sample one answer, of which `kept` was sampled before; `periods` gets when an engine was at it.
 
         Within the time limit it waits for a healthy engine, and what an engine breaks off goes on from its tokens, at
         another one if this one was lost. Raises EngineFailed, which holds the tokens so far.
         """
-        running = _Running(kept, asyncio.get_running_loop().time() + self._limit_s)
+        deadline = asyncio.get_running_loop().time() + self._limit_s
+        running = _Running(kept, deadline, array("d") if periods is None else periods)
         self._running[generation.id] = running
         try:
             return await self._until_whole(run, rollout, generation, running, preview)
@@ -258,6 +264,7 @@ class Engines:
         waits_for(f"engine {server.spec.id}")
         running.server = server
         server.in_flight += 1
+        began = time.time()
         try:
             async with asyncio.timeout(None) as limit:
                 timer = asyncio.get_running_loop().call_at(
@@ -266,6 +273,7 @@ class Engines:
                 try:
                     return await self._send(server.spec, generation, preview, pieces)
                 finally:
+                    running.periods.extend((began, time.time()))
                     timer.cancel()
                     if running.ending:
                         running.ending.cancel()

@@ -62,6 +62,15 @@ closings = Table(
     Column("lease_until", Float, nullable=False),
 )
 
+past_closings = Table(
+    "past_closings",
+    schema,
+    Column("run", String, primary_key=True),
+    Column("since", Float, primary_key=True),
+    Column("until", Float, nullable=False),
+    Column("owner", String, nullable=False),
+)
+
 gateways = Table(
     "gateways",
     schema,
@@ -152,6 +161,7 @@ calls = Table(
     Column("wanted", JSON, nullable=False),  # what of it the gateway honours: wire.turn.Wanted
     Column("admitted", Float, nullable=False),
     Column("ended", Float),
+    Column("generated", LargeBinary),  # when engines sampled for it: pairs of float64, begin and end
 )
 
 nodes = Table(

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 from safetensors import SafetensorError
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
 from harnessed.config import Trainer as TrainerSettings
-from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Task, Version
+from harnessed.records import Fate, Purpose, Task, Version
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.closing import closed
@@ -29,6 +30,7 @@ from harnessed.training.failures import CannotWrite, WrongVersion
 from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
+from harnessed.training.resumed import Resumed
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, Sample, build
 from harnessed.training.selection import Group, Taken, select, why_not
@@ -75,9 +77,10 @@ class Trainer:
         held_out_tasks: list[Task],
         restarts: Mapping[str, int],
         track: Track,
+        resumed: Resumed | None = None,
     ) -> None:
         """`restarts`: how often each service of the run was started again so far; the summary tells. `track`: gets the
-        metrics as well."""
+        metrics as well. `resumed`: where an earlier life of the run ended."""
         self._config = config
         self._folder = folder
         self._run = run
@@ -90,9 +93,14 @@ class Trainer:
         self._held_out_tasks = held_out_tasks
         self._restarts = restarts
         self._report = Report(folder, gateway, run, display.note, track)
+        self._resumed = resumed
+        self._history = self._report.resume(backend.step) if resumed else []
         self._started = time.monotonic()
-        self._consumed: list[str] = []
-        self._checkpoints: list[Path] = []
+        self._consumed: list[str] = sorted(resumed.groups) if resumed else []
+        self._consumed_before = len(self._consumed)
+        """By lives whose tasks the backend counts."""
+        own = resumed and resumed.checkpoint and resumed.checkpoint.is_relative_to(folder)
+        self._checkpoints: list[Path] = sorted((folder / "checkpoints").glob("step-*")) if own else []
         self._steps = backend.step
         self._saved = backend.step
         """Step of the last checkpoint."""
@@ -106,7 +114,7 @@ class Trainer:
         interrupted = False
         every = self._config.evaluation.every
         try:
-            self._before = self._evaluate("before")
+            self._before = before_of(self._history) or self._evaluate("before")
             for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
                 self.step(number)
                 if every and number % every == 0 and number < self._config.trainer.steps:
@@ -193,10 +201,10 @@ class Trainer:
         return select_by_critic(groups, critic, settings)
 
     def _check_versions(self, taken: Taken) -> None:
-        """In a synchronous run every token is sampled by the weights that it trains."""
+        """In a synchronous run every token is sampled by the weights that it trains, or in an earlier life."""
         current = self._backend.version.pack()
         served = {int(version) for sample in taken.samples for row in sample.rows for version in row.versions}
-        served.discard(UNKNOWN_VERSION)
+        served = {version for version in served if Version.unpack(version).lineage == self._backend.version.lineage}
         if served - {current}:
             others = ", ".join(".".join(map(str, Version.unpack(version))) for version in sorted(served - {current}))
             raise WrongVersion(
@@ -253,7 +261,7 @@ class Trainer:
 
     def _save(self, number: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{number:05d}"
-        tasks = self._backend.tasks + len(self._consumed)
+        tasks = self._backend.tasks + len(self._consumed) - self._consumed_before
         notes = {"step": number, "version": list(self._backend.version), "tasks": tasks, "groups": self._consumed}
         try:
             self._backend.save(folder, notes)
@@ -277,7 +285,7 @@ class Trainer:
         totals = self._gateway(get_totals(self._run))
         counters = [engine.sampled_tokens for engine in self._gateway(list_engines()) if engine.run == self._run]
         # An engine that was started again has counted from nothing.
-        counted = self._config.engine.url is None and not self._restarts.get("engine")
+        counted = self._config.engine.url is None and not self._restarts.get("engine") and not self._resumed
         before, after = self._before, self._after
         return Summary(
             held_out_before=before.success if before else None,
@@ -298,7 +306,16 @@ class Trainer:
             seed=self._config.run.seed,
             checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
             interrupted=interrupted,
+            resumed=self._resumed.times if self._resumed else 0,
         )
+
+
+def before_of(history: list[dict[str, Any]]) -> HeldOut | None:
+    """What the held-out tasks gave before the first step, in an earlier life of the run."""
+    for line in history:
+        if "held_out" in line:
+            return HeldOut(line["held_out"], line["held_out_greedy"], 0, line["held_out_unjudged"], "")
+    return None
 
 
 def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[Step]:

@@ -30,7 +30,7 @@ from harnessed.training.failures import RunFailed
 
 
 def main() -> NoReturn:
-    arguments = _parser().parse_args()
+    arguments = _parse(sys.argv[1:])
     try:
         sys.exit(arguments.run(arguments))
     except ConfigError as error:
@@ -42,6 +42,17 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         logs.say("interrupted")
         sys.exit(130)
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    """argparse takes no further overrides after an option: they are what it does not know."""
+    parser = _parser()
+    arguments, left = parser.parse_known_args(given)
+    if left and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in left)):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        arguments.overrides += left
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

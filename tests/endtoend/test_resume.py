@@ -153,7 +153,9 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_its_end(lives):
     assert [lineage for lineage, _, _ in lineages] == [0, 1, 2, 3]
     numbers = [number for _, number, _ in lineages]
     assert numbers == sorted(set(numbers))
-    served = set().union(*(np.frombuffer(blob, np.int32).tolist() for (blob,) in lives.ask("select versions from nodes")))
+    served = set().union(
+        *(np.frombuffer(blob, np.int32).tolist() for (blob,) in lives.ask("select versions from nodes"))
+    )
     for version in map(Version.unpack, served):
         later = [number for lineage, number, _ in lineages if lineage > version.lineage]
         assert all(version.number < number for number in later)

@@ -19,6 +19,7 @@ ALLOWED = {
     "logs": set(),
     "weights": {"records"},
     "services": {"config"},
+    "resuming": {"config", "records", "training"},
     "gateway": SHARED,
     "controller": SHARED,
     "training": SHARED | {"weights"},

@@ -429,6 +429,11 @@ def list_metrics(run: str, after: int = 0) -> Call[list[Metrics]]:
     return Call("GET", f"/api/runs/{run}/metrics", _json(list[Metrics]), query={"after": after})
 
 
+def forget_metrics(run: str, above: int) -> Call[None]:
+    """Delete the lines of steps above this one: a run that is resumed takes them again."""
+    return Call("DELETE", f"/api/runs/{run}/metrics", _nothing, query={"above": above})
+
+
 def post_fates(run: str, fates: dict[str, dict[Fate, int]]) -> Call[None]:
     """Keep what became of the sampled tokens of rollouts, for the dashboard; the last ones of a rollout count."""
     body = {rollout: {str(fate): tokens for fate, tokens in each.items()} for rollout, each in fates.items()}

@@ -136,7 +136,6 @@ def test_what_does_not_fit_a_checkpoint_is_said(model, tmp_path):
             backend_of(policy, tmp_path / "w", **settings)
         shutil.rmtree(tmp_path / "w", ignore_errors=True)
 
-    refused("raise trainer.steps", resume_from=checkpoint, steps=2)
     refused("without LoRA", resume_from=checkpoint, lora=Lora())
     refused("with LoRA", resume_from=with_adapter)
     refused("has rank 4", resume_from=with_adapter, lora=Lora(rank=8))

@@ -106,6 +106,7 @@ class Api:
             Operation("POST", "/api/runs/{run}/cancel", self.cancel_run),
             Operation("POST", "/api/runs/{run}/metrics", self.post_metrics),
             Operation("GET", "/api/runs/{run}/metrics", self.list_metrics, query={"after": int}),
+            Operation("DELETE", "/api/runs/{run}/metrics", self.forget_metrics, query={"above": int}),
             Operation("POST", "/api/runs/{run}/fates", self.post_fates),
             Operation("GET", "/api/runs/{run}/turnstile", self.get_turnstile),
             Operation("POST", "/api/runs/{run}/turnstile/close", self.close_turnstile),
@@ -164,6 +165,10 @@ class Api:
     async def list_metrics(self, request: Request) -> list[Metrics]:
         run, after = request.path_params["run"], number(request, "after")
         return await self._store.read(lambda connection: metrics.after(connection, run, after))
+
+    async def forget_metrics(self, request: Request) -> None:
+        run, above = request.path_params["run"], number(request, "above")
+        await self._store.write(lambda connection: metrics.forget(connection, run, above))
 
     async def post_fates(self, request: Request, body: dict[str, dict[Fate, int]]) -> None:
         run = request.path_params["run"]

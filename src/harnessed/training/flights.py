@@ -5,12 +5,13 @@ them. A group is called `<run>.train.<number>`, after the place of its task amon
 the gateway holds says where a run goes on that was started again.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from harnessed.config import Config
-from harnessed.records import GroupSpec, Purpose, Task, Version
+from harnessed.records import GroupSpec, Outcome, Purpose, Task, Version
 from harnessed.training.failures import WrongVersion
-from harnessed.training.lineages import Forks, age_of
+from harnessed.training.lineages import Lineage, age_of, age_so_far
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Bound, build
 from harnessed.training.schedule import Flight
@@ -30,11 +31,11 @@ class _Open:
 
 
 class Flights:
-    def __init__(self, rollouts: Rollouts, config: Config, forks: Forks, tasks_before: int = 0) -> None:
+    def __init__(self, rollouts: Rollouts, config: Config, lineages: list[Lineage], tasks_before: int = 0) -> None:
         """`tasks_before`: how many tasks the runs have used from which this one goes on."""
         self._rollouts = rollouts
         self._config = config
-        self._forks = forks
+        self._lineages = lineages
         self._open: dict[str, _Open] = {}
         self.tasks = tasks_before
         """How many tasks of training were begun."""
@@ -49,6 +50,34 @@ class Flights:
         specs = [self._spec(number, task) for number, task in enumerate(tasks, self.tasks)]
         self.tasks += len(tasks)
         self._begin(specs, remade=0)
+
+    def restore(self, consumed: Collection[str], current: Version) -> list[Group]:
+        """Take up what an earlier life of the run has begun, but for what it has consumed.
+
+        Groups that it cancelled while it ended are begun anew; what was recorded of them is returned, for the books.
+        """
+        found = [spec for spec in self._rollouts.known() if spec.purpose == Purpose.TRAIN]
+        known = {spec.id for spec in found}
+        cancelled: list[Group] = []
+        for spec in found:
+            number, remade = _place(spec.id)
+            self.tasks = max(self.tasks, number + 1)
+            if spec.id in consumed:
+                continue
+            group = self._read(spec)
+            open_ = _Open(Flight(spec.id, remade=remade), spec, inherited=True)
+            if any(each.rollout.outcome == Outcome.CANCELLED for each in group.transcripts):
+                cancelled.append(group)
+                self._rollouts.cancel(spec.id)  # it may have been killed in the middle of this
+                again = self._again(open_)
+                if again.id not in known:
+                    self._begin([again], remade + 1)
+                continue
+            age = age_so_far(group.transcripts, current, self._lineages)
+            since = None if age is None else current.number - age
+            self._rollouts.open[spec.id] = spec
+            self._open[spec.id] = replace(open_, flight=replace(open_.flight, since=since))
+        return cancelled
 
     def refresh(self, current: Version) -> None:
         """To be called after the journal was read, at the latest before the policy changes: what has begun since was
@@ -94,10 +123,9 @@ class Flights:
 
     def _again(self, dropped: _Open) -> GroupSpec:
         """The same task with other draws."""
-        remade = dropped.flight.remade + 1
-        first = dropped.spec.id.removesuffix(f"-{remade - 1}") if remade > 1 else dropped.spec.id
-        id = f"{first}-{remade}"
-        return dropped.spec.model_copy(update={"id": id, "seed": self._rollouts.seed_of(id, remade)})
+        number, remade = _place(dropped.spec.id)
+        id = f"{self._rollouts.run}.{LABEL}.{number:06d}-{remade + 1}"
+        return dropped.spec.model_copy(update={"id": id, "seed": self._rollouts.seed_of(f"{LABEL}-{remade + 1}", number)})
 
     def _complete(self, each: _Open, current: Version) -> None:
         """Read it. What its tokens say of their versions is exact."""
@@ -111,13 +139,13 @@ class Flights:
         """Since when it runs, by its tokens. Raises WrongVersion if that cannot be."""
         begun = each.flight.since
         try:
-            age = age_of(group.samples, current, self._forks)
-        except KeyError as error:
-            raise _wrong(each, f"version {_name(error.args[0])}, which this run never had") from None
+            age = age_of(group.samples, current, self._lineages)
+        except LookupError as error:
+            raise _wrong(each, f"weights that it cannot have: {error}") from None
         if age is None:
             return begun
         if begun is not None and current.number - age < begun and not each.inherited:
-            raise _wrong(each, f"a version of {age} updates ago, and the group began later")
+            raise _wrong(each, f"weights of {age} updates ago, and the group began later")
         return current.number - age
 
     def _read(self, spec: GroupSpec) -> Group:
@@ -127,11 +155,14 @@ class Flights:
         return Group(spec, transcripts, [build(transcript, bound) for transcript in transcripts])
 
 
+def _place(id: str) -> tuple[int, int]:
+    """Number of its task, and how often that was begun anew."""
+    number, _, remade = id.rpartition(".")[2].partition("-")
+    return int(number), int(remade or 0)
+
+
 def _wrong(each: _Open, what: str) -> WrongVersion:
     return WrongVersion(
         f"the engine answered group {each.spec.id} with {what}; does it map the folder that engine.weights names?"
     )
 
-
-def _name(version: Version) -> str:
-    return ".".join(map(str, version))

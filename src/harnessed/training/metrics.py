@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from harnessed.records import Fate, Split, Version
-from harnessed.training.lineages import Forks, age_of
+from harnessed.training.lineages import Lineage, age_of
 from harnessed.training.report import HeldOut
 from harnessed.training.selection import Group, Taken
 
@@ -92,11 +92,11 @@ def of_conversations(groups: list[Group]) -> Line:
     return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
 
 
-def of_taken(taken: Taken, current: Version, forks: Forks) -> Line:
+def of_taken(taken: Taken, current: Version, lineages: list[Lineage]) -> Line:
     """What an update is going to train, at version `current`. Staleness is the number of updates since the oldest
     trained token of a rollout; None where the engine does not say what it served."""
     samples = taken.samples
-    ages = [age for sample in samples if (age := age_of([sample], current, forks)) is not None]
+    ages = [age for sample in samples if (age := age_of([sample], current, lineages)) is not None]
     return {
         "groups_taken": taken.groups,
         "rows_per_rollout": sum(len(sample.rows) for sample in samples) / max(len(samples), 1),

@@ -4,7 +4,7 @@ command line."""
 import hashlib
 from collections.abc import Callable
 
-from harnessed.client import Client, cancel_group, cancel_run, create_groups, get_transcripts
+from harnessed.client import Client, cancel_group, cancel_run, create_groups, get_transcripts, list_groups
 from harnessed.records import GroupSpec, Purpose, Sampling, Task, Transcript
 from harnessed.training.watch import Watch
 
@@ -54,6 +54,11 @@ class Rollouts:
         self.create(specs)
         self.watch.until_complete([spec.id for spec in specs], self._tick)
         return [self.read(spec.id) for spec in specs]
+
+    def known(self) -> list[GroupSpec]:
+        """All groups of the run that the gateway knows, in the order of their creation."""
+        known = self._gateway(list_groups(self.run))
+        return [GroupSpec.model_validate(group.model_dump(include=set(GroupSpec.model_fields))) for group in known]
 
     def read(self, group: str) -> list[Transcript]:
         return self._gateway(get_transcripts(group))

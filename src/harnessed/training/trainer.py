@@ -12,9 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from pathlib import Path
-from shutil import rmtree
-
-from safetensors import SafetensorError
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
@@ -23,12 +20,12 @@ from harnessed.records import Fate, Task
 from harnessed.training import schedule
 from harnessed.training.backends.local import LocalBackend, Update
 from harnessed.training.batching import Advantages, optimiser_steps, scored
+from harnessed.training.checkpoints import Checkpoints
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
 from harnessed.training.evaluation import evaluate
-from harnessed.training.failures import CannotWrite
 from harnessed.training.flights import Flights
-from harnessed.training.lineages import Forks
+from harnessed.training.lineages import Lineage
 from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
@@ -37,6 +34,7 @@ from harnessed.training.samples import Sample, build
 from harnessed.training.schedule import Create, Drop, Plan, Wait, decide, to_create
 from harnessed.training.selection import Group, Taken, select
 from harnessed.training.tasks import take
+from harnessed.training.timeline import Timeline
 from harnessed.training.valuing import Lesson, of_penalties, penalise, select_by_critic
 
 CURVE_EVERY = 10
@@ -79,9 +77,12 @@ class Trainer:
         held_out_tasks: list[Task],
         restarts: Mapping[str, int],
         track: Track,
+        lineages: list[Lineage],
+        resumed: Resumed | None = None,
     ) -> None:
         """`restarts`: how often each service of the run was started again so far; the summary tells. `track`: gets the
-        metrics as well."""
+        metrics as well. `lineages`: of the policy, over the lives of the run; the last one is the backend's. `resumed`:
+        where an earlier life ended."""
         self._config = config
         self._folder = folder
         self._run = run
@@ -90,19 +91,22 @@ class Trainer:
         self._backend = backend
         self._rollouts = rollouts
         self._display = display
-        self._train_tasks = train_tasks
+        self._all_tasks = train_tasks
         self._held_out_tasks = held_out_tasks
         self._restarts = restarts
-        self._forks: Forks = {}
-        self._flights = Flights(rollouts, config, self._forks, backend.tasks)
+        self._lineages = lineages
+        self._resumed = resumed
+        self._flights = Flights(rollouts, config, lineages, backend.tasks)
         self._plan = plan(config.trainer)
         self._tasks_ended = False
         self._report = Report(folder, gateway, run, display.note, track)
+        self._timeline = Timeline(folder)
+        self._checkpoints = Checkpoints(folder, keep=config.trainer.keep_checkpoints, keep_best=1, note=display.note)
         self._started = time.monotonic()
         self._clock = Clock()
         """Of the step under way."""
         self._consumed: list[str] = []
-        self._checkpoints: list[Path] = []
+        """Groups that are in the books."""
         self._steps = backend.step
         self._saved = backend.step
         """Step of the last checkpoint."""
@@ -115,7 +119,8 @@ class Trainer:
         """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
         interrupted = False
         try:
-            self._before = self._evaluate("before")
+            self._go_on()
+            self._before = self._before or self._evaluate("before")
             self._train()
             self._after = self._evaluate("after")
         except KeyboardInterrupt:
@@ -129,6 +134,14 @@ class Trainer:
         summary = self._summary(interrupted)
         self._report.summary(summary)
         return summary
+
+    def _go_on(self) -> None:
+        """From where an earlier life of the run ended, if it had one."""
+        if self._resumed:
+            self._before = before_of(self._report.resume(self._steps))
+            self._consumed = sorted(self._resumed.groups)
+            self._book(self._flights.restore(self._resumed.groups, self._backend.version), Fate.GROUP_INCOMPLETE)
+        self._train_tasks = islice(self._all_tasks, self._flights.tasks, None)
 
     def _train(self) -> None:
         """Take the steps that are left."""
@@ -146,7 +159,7 @@ class Trainer:
                         self._evaluate(f"{self._steps}-steps-into")
                     self._begin_step()
                 case Drop(groups, again):
-                    self._book_dropped(self._flights.drop(groups, again=again))
+                    self._book(self._flights.drop(groups, again=again), Fate.STALE)
                 case Wait(overdue):
                     with self._clock.phase("rollouts"):
                         self._rollouts.wait(f"{len(overdue) or self._plan.groups_per_update} groups")
@@ -175,7 +188,7 @@ class Trainer:
                 metrics: Line = of_penalties(samples, settings)
                 taken, lesson = self._select(samples)
                 steps = packed_steps(taken, settings, self._config.run.seed + number)
-            metrics |= of_taken(taken, self._backend.version, self._forks)
+            metrics |= of_taken(taken, self._backend.version, self._lineages)
             with clock.phase("update"):
                 update = self._update(taken, steps)
             critic = self._backend.critic
@@ -183,8 +196,8 @@ class Trainer:
                 with clock.phase("critic"):
                     metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
+            self._book(groups)
             self._steps, self._booked = number, self._backend.version
-            self._book(groups, number)
 
         metrics |= of_groups(groups, settings.groups_per_step)
         metrics |= {"update_applied": update is not None and update.applied, **(update.metrics if update else {})}
@@ -203,18 +216,16 @@ class Trainer:
             if missing := to_create(self._flights.all, left, self._plan):
                 self._create(missing)
 
-    def _book(self, groups: list[Group], number: int) -> None:
-        for group in groups:
-            self._consumed.append(group.spec.id)
-            for transcript, sample in zip(group.transcripts, group.samples, strict=True):
-                self._report.transcript(transcript, group.spec.task, sample.fates, number)
-        self._rollouts.close([group.spec.id for group in groups])
-
-    def _book_dropped(self, groups: list[Group]) -> None:
-        for sample in chain.from_iterable(group.samples for group in groups):
-            sample.give_up(Fate.STALE)
+    def _book(self, groups: list[Group], fate: Fate | None = None) -> None:
+        """Close the books of groups with the step under way; `fate`: they are not trained, for this reason."""
         with uninterrupted():
-            self._book(groups, self._steps + 1)
+            for group in groups:
+                self._consumed.append(group.spec.id)
+                for transcript, sample in zip(group.transcripts, group.samples, strict=True):
+                    if fate:
+                        sample.give_up(fate)
+                    self._report.transcript(transcript, group.spec.task, sample.fates, self._steps + 1)
+            self._rollouts.close([group.spec.id for group in groups])
 
     def _select(self, groups: list[list[Sample]]) -> tuple[Taken, Lesson | None]:
         """What the update takes, and what a critic learns from it."""
@@ -283,19 +294,10 @@ class Trainer:
             self._save(self._steps)
 
     def _save(self, number: int) -> None:
-        folder = self._folder / "checkpoints" / f"step-{number:05d}"
         version, tasks = list(self._backend.version), self._flights.tasks
         notes = {"step": number, "version": version, "tasks": tasks, "groups": self._consumed}
-        try:
-            self._backend.save(folder, notes)
-        except (OSError, RuntimeError, SafetensorError) as error:  # each library tells of a full disk in its own way
-            raise CannotWrite(f"cannot write the checkpoint {folder} (is the disk full?): {error}") from error
+        self._checkpoints.save(number, lambda folder: self._backend.save(folder, notes))
         self._saved = number
-        self._checkpoints.append(folder)
-        for old in self._checkpoints[: -self._config.trainer.keep_checkpoints]:
-            # Under its name a checkpoint is whole, also when this is interrupted.
-            rmtree(old.rename(old.with_name(f".{old.name}.old")))
-        self._checkpoints = self._checkpoints[-self._config.trainer.keep_checkpoints :]
 
     def _give_up(self) -> None:
         """Close the books of rollouts that will not be trained."""
@@ -308,8 +310,8 @@ class Trainer:
         totals = self._gateway(get_totals(self._run))
         counters = [engine.sampled_tokens for engine in self._gateway(list_engines()) if engine.run == self._run]
         # An engine that was started again has counted from nothing.
-        counted = self._config.engine.url is None and not self._restarts.get("engine")
-        before, after = self._before, self._after
+        counted = self._config.engine.url is None and not self._restarts.get("engine") and not self._resumed
+        before, after, newest = self._before, self._after, self._checkpoints.newest()
         return Summary(
             held_out_before=before.success if before else None,
             held_out_after=after.success if after else None,
@@ -327,9 +329,18 @@ class Trainer:
             outcomes=dict(self._report.outcomes),
             seconds=time.monotonic() - self._started,
             seed=self._config.run.seed,
-            checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
+            checkpoint=str(newest.relative_to(self._folder)) if newest else None,
             interrupted=interrupted,
+            resumed=self._resumed.times if self._resumed else 0,
         )
+
+
+def before_of(history: list[dict[str, Any]]) -> HeldOut | None:
+    """What the held-out tasks gave before the first step, in an earlier life of the run."""
+    for line in history:
+        if "held_out" in line:
+            return HeldOut(line["held_out"], line["held_out_greedy"], 0, line["held_out_unjudged"], "")
+    return None
 
 
 def plan(settings: TrainerSettings) -> Plan:

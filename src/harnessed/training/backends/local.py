@@ -21,6 +21,7 @@ from harnessed.training.backends import checkpoint, models, optimiser
 from harnessed.training.backends.critic import Critic
 from harnessed.training.backends.policy import distributions
 from harnessed.training.backends.tally import Tally, means
+from harnessed.training.lineages import next_version
 from harnessed.training.losses import Terms, objective_loss, rollout_kl
 from harnessed.training.metrics import Clock
 from harnessed.training.packing import Pack
@@ -63,15 +64,12 @@ class Fixed:
 class LocalBackend:
     """A policy with its optimiser, and the weights in `weights_folder`, which the engine maps."""
 
-    def __init__(
-        self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0, go_on_from: Path | None = None
-    ) -> None:
-        """`folder` is policy.model; `go_on_from` a checkpoint, in place of the settings'. Raises ConfigError."""
+    def __init__(self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0) -> None:
+        """`folder` is policy.model. Raises ConfigError."""
         torch.set_num_threads(settings.threads)
         logging.disable_progress_bar()  # the terminal belongs to the display
         self._folder, self._settings = folder, settings
-        begin = go_on_from or settings.resume_from
-        resumed = checkpoint.read(begin, settings) if begin else None
+        resumed = checkpoint.read(settings.resume_from, settings) if settings.resume_from else None
         self.step = resumed.step if resumed else 0
         self.tasks = resumed.tasks if resumed else 0
         """Training tasks that were used up to it. Both are those of the checkpoint that this backend goes on from."""
@@ -266,9 +264,6 @@ class LocalBackend:
 
 
 def _first_version(weights_folder: Path, resumed: checkpoint.Checkpoint | None) -> Version:
-    """No version is used twice: what goes on from an earlier one does so in a new lineage."""
+    """What goes on from an earlier version does so in a new lineage."""
     served = read_state(weights_folder)
-    before = [*([served.version] if served else []), *([resumed.version] if resumed else [])]
-    if not before:
-        return Version(0, 0)
-    return Version(max(version.lineage for version in before) + 1, max(version.number for version in before) + 1)
+    return next_version([*([served.version] if served else []), *([resumed.version] if resumed else [])])

@@ -1,7 +1,6 @@
 """Which checkpoints of a run stay, whatever happens meanwhile."""
 
 import errno
-import itertools
 import json
 import multiprocessing
 import os
@@ -11,24 +10,11 @@ import signal
 import time
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from keeping import die_removing, keep_on, opened, write
 
-from harnessed.training.backends.checkpoint import appearing, write_training
-from harnessed.training.checkpoints import Checkpoints
 from harnessed.training.failures import CannotWrite
 
 FILES = {"harnessed.json", "training.pt", "model.safetensors"}
-
-
-def write(folder, size=2000):
-    with appearing(folder) as unfinished:
-        write_training(unfinished, {"step": int(folder.name[-5:])}, {"moments": torch.zeros(size)})
-        save_file({"weights": torch.zeros(size)}, unfinished / "model.safetensors")
-
-
-def opened(folder, keep=2, keep_best=1, note=print):
-    return Checkpoints(folder, keep=keep, keep_best=keep_best, note=note)
 
 
 def steps(folder):
@@ -153,20 +139,9 @@ def test_what_killed_processes_left_is_removed(tmp_path):
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00010", ".mine"}
 
 
-def keep_on(folder, say):
-    """The child: saves and scores until it is killed."""
-    checkpoints = opened(folder)
-    draw = random.Random(os.getpid())
-    newest = checkpoints.newest()
-    for step in itertools.count(int(newest.name[-5:]) + 1 if newest else 1):
-        checkpoints.save(step, write)
-        say.send(step)
-        checkpoints.scored(step, draw.random())
-
-
 def test_processes_that_are_killed_lose_nothing_and_leave_nothing(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["keeping"])
     draw = random.Random(7)
     last = 0
     half_done = set()
@@ -200,17 +175,6 @@ def test_processes_that_are_killed_lose_nothing_and_leave_nothing(tmp_path):
     assert told == []
     assert [path.name for path in (tmp_path / "checkpoints").glob(".*")] == []
     assert len(half_done) > 1, "no kill hit what it should"
-
-
-def die_removing(folder):
-    unlink = os.unlink
-
-    def once(*arguments, **more):
-        unlink(*arguments, **more)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.unlink = once
-    opened(folder, keep=1).save(20, write)
 
 
 def test_one_that_was_being_removed_is_none(tmp_path):

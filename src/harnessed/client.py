@@ -359,7 +359,8 @@ def cancel_rollout(rollout: str) -> Call[Rollout]:
 
 
 def claim(run: str, owner: str, most: int, attempts: int, wait_s: float = 0) -> Call[list[Assignment]]:
-    """Start attempts of up to `most` queued rollouts of a run for the controller `owner`, oldest first.
+    """Start attempts of up to `most` queued rollouts of a run for the controller `owner`: the highest
+    priority first, the oldest among equals.
 
     `run` is a run's id, or the name that the ids of several runs begin with (`demo` for `demo-1f2e3d`).
 

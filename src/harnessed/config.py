@@ -407,6 +407,10 @@ class Trainer(Settings):
     checkpoint_every: int = Field(10, ge=1)
     """Steps. The last step is always kept."""
     keep_checkpoints: int = Field(3, ge=1)
+    """So many of the last ones."""
+    keep_best: int = Field(1, ge=0)
+    """So many of those with the highest held-out success, beside the last ones. A checkpoint has one if the held-out
+    tasks were run at its step: `evaluation.every` should be a multiple of `checkpoint_every`."""
     resume_from: ConfigPath | None = None
     """A checkpoint folder of another run: this one goes on from its weights, its optimiser and its step. policy.model
     stays what it was."""

@@ -256,6 +256,8 @@ class GroupSpec(Record):
     sampling: Sampling = Sampling()
     seed: Whole = 0
     """Every answer's seed follows from this, the rollout's index and the answer's place in its attempt."""
+    priority: int = Field(0, ge=-1_000_000, le=1_000_000)
+    """Queued rollouts with the highest are started first, the oldest among equals."""
 
 
 class Group(GroupSpec):

@@ -101,6 +101,7 @@ groups = Table(
     Column("purpose", String, nullable=False),
     Column("sampling", JSON, nullable=False),
     Column("seed", Wide, nullable=False),
+    Column("priority", Integer, nullable=False, server_default="0"),
     Column("complete", Boolean, nullable=False),
     Column("created", Float, nullable=False),
 )
@@ -113,6 +114,7 @@ rollouts = Table(
     Column("group", String, nullable=False, index=True),
     Column("index", Integer, nullable=False),
     Column("purpose", String, nullable=False),
+    Column("rank", Integer, nullable=False, server_default="0"),  # the lowest first: minus its group's priority
     Column("state", String, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("outcome", String),
@@ -123,7 +125,7 @@ rollouts = Table(
     Column("created", Float, nullable=False),
     Column("started", Float),
     Column("finished", Float),
-    Index("rollouts_by_state", "state", "created"),
+    Index("rollouts_by_rank", "state", "rank", "created"),
     Index("rollouts_by_age", "run", "created", "id"),
     Index("rollouts_by_outcome", "run", "purpose", "state", "outcome", "reward", "finished"),
 )

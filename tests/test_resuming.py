@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import save_file
 
 from harnessed import resuming
 from harnessed.cli import _parse
@@ -174,11 +176,13 @@ def test_services_that_still_end_are_waited_for(tmp_path, monkeypatch, capsys, s
     resuming.wait_for_leftovers(tmp_path, config())
 
 
-def test_a_run_goes_on_from_its_own_newest_checkpoint_then_from_another_runs(tmp_path):
+def test_a_run_goes_on_from_its_own_newest_checkpoint_then_from_another_runs(tmp_path, capsys):
     def checkpoint(folder, step, **notes):
         folder.mkdir(parents=True)
         said = {"step": step, "version": [0, step - 1], "tasks": 0, "groups": [f"g.{step}"]} | notes
         (folder / "harnessed.json").write_text(json.dumps(said))
+        torch.save({}, folder / "training.pt")
+        save_file({"w": torch.zeros(1)}, folder / "model.safetensors")
         return folder
 
     folder, record = a_run(tmp_path / "run"), RunRecord("run-1", 1.0, "print", 1, LIVES)
@@ -188,15 +192,15 @@ def test_a_run_goes_on_from_its_own_newest_checkpoint_then_from_another_runs(tmp
     other = checkpoint(tmp_path / "other", 20)
     found = resuming.take_up(folder, record, config(trainer={"resume_from": str(other)}))
     assert (found.checkpoint, found.step, found.groups) == (other, 20, frozenset())
-    checkpoint(folder / "checkpoints" / "step-99998", 99998)
+    earlier = checkpoint(folder / "checkpoints" / "step-99998", 99998)
     own = checkpoint(folder / "checkpoints" / "step-100000", 100000)
     (folder / "checkpoints" / ".step-100001.77").mkdir()
     found = resuming.take_up(folder, record, config(trainer={"resume_from": str(other)}))
     assert (found.checkpoint, found.step, found.version) == (own, 100000, Version(0, 99999))
     assert found.groups == {"g.100000"} and Version(0, 99999) in found.served
     (own / "harnessed.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"--resume: cannot read .*harnessed\.json"):
-        resuming.take_up(folder, record, config())
+    assert resuming.take_up(folder, record, config()).checkpoint == earlier
+    assert f"{own} is damaged and passed over" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

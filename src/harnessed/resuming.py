@@ -134,7 +134,9 @@ def wait_for_leftovers(folder: Path, config: Config) -> None:
 def take_up(folder: Path, record: RunRecord, config: Config) -> Resumed:
     """Where the run of this folder goes on. Raises ConfigError."""
     notes: dict[str, Any] = {"step": 0, "version": None, "groups": []}
-    own = newest_checkpoint(folder)
+    from harnessed.training.checkpoints import Checkpoints  # needs torch, as only trainers do
+
+    own = Checkpoints(folder, keep=1, keep_best=1, note=print).newest()
     checkpoint = own or config.trainer.resume_from
     if checkpoint is not None:
         notes |= _notes(checkpoint)
@@ -148,12 +150,6 @@ def take_up(folder: Path, record: RunRecord, config: Config) -> Resumed:
         groups=frozenset(notes["groups"] if own else []),
         served=tuple([*served, version] if version else served),
     )
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The last one of the run, if it has one. Under its name it is whole."""
-    found = sorted((folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    return found[-1] if found else None
 
 
 def _notes(checkpoint: Path) -> dict[str, Any]:

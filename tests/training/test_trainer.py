@@ -1,5 +1,6 @@
 """The trainer's own order of things, with a backend that only looks."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from harnessed.records import Fate, Outcome, Sampling, Turnstile, TurnstileState
 from harnessed.training.backends.local import Update
 from harnessed.training.failures import WrongVersion
 from harnessed.training.flights import Flights
+from harnessed.training.lineages import Lineage
 from harnessed.training.metrics import Clock, of_groups, of_taken
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import build
@@ -28,7 +30,7 @@ def trainer_with(engine, backend, **schedule):
     trainer._config = SimpleNamespace(trainer=TrainerSettings(schedule=schedule))
     trainer._engine = Client(engine.url)
     trainer._backend = backend
-    trainer._clock = Clock()
+    trainer._clock, trainer._phase = Clock(), lambda name: nullcontext()
     trainer._rollouts = SimpleNamespace(watch=SimpleNamespace(catch_up=lambda: None))
     trainer._flights = SimpleNamespace(refresh=lambda version: None)
     return trainer
@@ -118,10 +120,13 @@ def trainer_of(tasks, **settings):
     )
     trainer._train_tasks = ({"rewards": rewards, "number": number} for number, rewards in enumerate(tasks))
     trainer._rollouts = Played()
-    trainer._flights, trainer._plan = Flights(trainer._rollouts, trainer._config, {}), plan(trainer._config.trainer)
+    trainer._flights, trainer._plan = (
+        Flights(trainer._rollouts, trainer._config, [Lineage(0, 0, 0)]),
+        plan(trainer._config.trainer),
+    )
     trainer._backend, trainer._steps, trainer._tasks_ended = SimpleNamespace(version=Version(0, 0)), 0, False
     trainer._rollouts.version = lambda: trainer._backend.version
-    trainer._display = SimpleNamespace(step=int, phase=str)
+    trainer._display, trainer._phase = SimpleNamespace(step=int, phase=str), lambda name: nullcontext()
     trainer.taken = []
 
     def step(groups):
@@ -167,7 +172,7 @@ def test_further_tasks_are_run_in_place_of_groups_that_cannot_be_compared(tasks,
     assert len({group.spec.id for group in groups}) == len({group.spec.seed for group in groups}) == len(groups)
     assert sorted(group.spec.task["number"] for group in groups) == list(range(sum(rounds)))
     chosen = select([group.samples for group in groups], settings.advantage)
-    line = of_groups(groups, 3) | of_taken(chosen, Version(0, 0), {})
+    line = of_groups(groups, 3) | of_taken(chosen, Version(0, 0), [Lineage(0, 0, 0)])
     assert (line["groups"], line["groups_taken"], line["groups_refilled"]) == (sum(rounds), taken, sum(rounds) - 3)
     run = tasks[: sum(rounds)]
     assert line["groups_skipped"] == run.count(EQUAL)
@@ -200,5 +205,5 @@ def test_an_engine_that_serves_what_the_trainer_has_not_written_ends_the_run():
     """It maps another folder: its versions stay behind."""
     trainer = trainer_of([GOOD] * 99, steps=2, groups_per_step=2, group_size=2)
     trainer._rollouts.version = lambda: Version(0, 0)
-    with pytest.raises(WrongVersion, match=r"group r\.train\.000002 with a version of 1 updates ago"):
+    with pytest.raises(WrongVersion, match=r"group r\.train\.000002 with weights of 1 updates ago"):
         trainer._train()

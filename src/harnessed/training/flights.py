@@ -79,15 +79,19 @@ class Flights:
             self._open[spec.id] = replace(open_, flight=replace(open_.flight, since=since))
         return cancelled
 
-    def refresh(self, current: Version) -> None:
-        """To be called after the journal was read, at the latest before the policy changes: what has begun since was
-        begun at the current version."""
-        watch = self._rollouts.watch
+    def refresh(self, current: Version) -> bool:
+        """Whether a group has begun or is complete, by what was read of the journal.
+
+        To be called at the latest before the policy changes: who has begun since the last time began at the current
+        version.
+        """
+        watch, before = self._rollouts.watch, self.all
         for id, each in self._open.items():
             if each.flight.since is None and id in watch.started:
                 each.flight = replace(each.flight, since=current.number)
             if each.group is None and id in watch.complete:
                 self._complete(each, current)
+        return self.all != before
 
     def take(self, ids: tuple[str, ...]) -> list[Group]:
         """Complete groups, for an update."""
@@ -125,7 +129,9 @@ class Flights:
         """The same task with other draws."""
         number, remade = _place(dropped.spec.id)
         id = f"{self._rollouts.run}.{LABEL}.{number:06d}-{remade + 1}"
-        return dropped.spec.model_copy(update={"id": id, "seed": self._rollouts.seed_of(f"{LABEL}-{remade + 1}", number)})
+        return dropped.spec.model_copy(
+            update={"id": id, "seed": self._rollouts.seed_of(f"{LABEL}-{remade + 1}", number)}
+        )
 
     def _complete(self, each: _Open, current: Version) -> None:
         """Read it. What its tokens say of their versions is exact."""
@@ -165,4 +171,3 @@ def _wrong(each: _Open, what: str) -> WrongVersion:
     return WrongVersion(
         f"the engine answered group {each.spec.id} with {what}; does it map the folder that engine.weights names?"
     )
-

@@ -10,8 +10,9 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
@@ -29,11 +30,13 @@ from harnessed.training.lineages import Lineage
 from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
+from harnessed.training.resumed import Resumed
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import Sample, build
 from harnessed.training.schedule import Create, Drop, Plan, Wait, decide, to_create
 from harnessed.training.selection import Group, Taken, select
 from harnessed.training.tasks import take
+from harnessed.training.timeline import Name as PhaseName
 from harnessed.training.timeline import Timeline
 from harnessed.training.valuing import Lesson, of_penalties, penalise, select_by_critic
 
@@ -148,7 +151,6 @@ class Trainer:
         steps, every = self._config.trainer.steps, self._config.evaluation.every
         self._begin_step()
         while self._steps < steps:
-            self._flights.refresh(self._backend.version)
             version, left = self._backend.version.number, steps - self._steps
             match decide(self._flights.all, version, left, self._plan, ended=self._tasks_ended):
                 case Create(groups):
@@ -161,8 +163,19 @@ class Trainer:
                 case Drop(groups, again):
                     self._book(self._flights.drop(groups, again=again), Fate.STALE)
                 case Wait(overdue):
-                    with self._clock.phase("rollouts"):
-                        self._rollouts.wait(f"{len(overdue) or self._plan.groups_per_update} groups")
+                    self._wait(f"{len(overdue) or self._plan.groups_per_update} groups")
+
+    def _wait(self, what: str) -> None:
+        """Until a group begins or is complete."""
+        with self._phase("wait"):
+            while not self._flights.refresh(self._backend.version):
+                self._rollouts.wait(what)
+
+    @contextlib.contextmanager
+    def _phase(self, name: PhaseName) -> Iterator[None]:
+        """Of the step under way."""
+        with self._timeline.phase(name, self._steps + 1), self._clock.phase(name):
+            yield
 
     def _begin_step(self) -> None:
         self._clock = Clock()
@@ -183,17 +196,16 @@ class Trainer:
         samples = [group.samples for group in groups]
         with self._device():
             self._top_up()
-            with clock.phase("build"):
+            with self._phase("build"):
                 penalise(samples, self._backend, settings)
                 metrics: Line = of_penalties(samples, settings)
                 taken, lesson = self._select(samples)
                 steps = packed_steps(taken, settings, self._config.run.seed + number)
             metrics |= of_taken(taken, self._backend.version, self._lineages)
-            with clock.phase("update"):
+            with self._phase("update"):
                 update = self._update(taken, steps)
-            critic = self._backend.critic
-            if critic and lesson and update and update.applied:
-                with clock.phase("critic"):
+                critic = self._backend.critic
+                if critic and lesson and update and update.applied:
                     metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
             self._book(groups)
@@ -262,8 +274,10 @@ class Trainer:
         generates nothing before it is gone; what generates when the mark appears is discarded by the engine itself.
         """
         how = self._config.trainer.schedule
+        # With devices of its own the trainer computes the update around this.
+        phase = contextlib.nullcontext() if how.kind == "async" else self._phase("drain")
         with contextlib.ExitStack() as held:
-            with self._clock.phase("drain"):
+            with phase:
                 held.enter_context(closed(self._gateway, self._run, how.at_update, how.finish_s))
                 # Who has begun by now has tokens of the present version; who begins later has none.
                 self._rollouts.watch.catch_up()
@@ -276,7 +290,8 @@ class Trainer:
         self._display.phase(f"held-out tasks, {label} training")
         began = time.monotonic()
         settings, sampling = self._config.evaluation, self._config.sampling
-        held_out = evaluate(self._rollouts, self._report, self._held_out_tasks, settings, sampling, label)
+        with self._timeline.phase("evaluation", self._steps):
+            held_out = evaluate(self._rollouts, self._report, self._held_out_tasks, settings, sampling, label)
         self._report.metrics(self._steps, of_held_out(held_out, time.monotonic() - began))
         self._report.curve()
         self._display.held_out(label, held_out)
@@ -285,7 +300,8 @@ class Trainer:
     def _checkpoint(self, number: int) -> None:
         self._display.phase("checkpoint")
         began = time.monotonic()
-        self._save(number)
+        with self._timeline.phase("checkpoint", number):
+            self._save(number)
         self._report.metrics(number, {"timing_s/checkpoint": time.monotonic() - began})
 
     def _keep(self) -> None:

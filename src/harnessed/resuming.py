@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -148,6 +149,12 @@ def take_up(folder: Path, record: RunRecord, config: Config) -> Resumed:
         groups=frozenset(notes["groups"] if own else []),
         served=tuple([*served, version] if version else served),
     )
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Checkpoints that a trainer was writing or removing when it died, which nobody else will finish."""
+    for path in (folder / "checkpoints").glob(".*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -141,6 +141,7 @@ class Run:
         resuming.check_policy(self._record, config.policy.model)
         changed = resuming.changes(folder, config)
         self.resumed = resuming.take_up(folder, self._record, config)
+        resuming.remove_unfinished(folder)
         resuming.wait_for_leftovers(folder, config)
         origin = self.resumed.checkpoint or "the first weights"
         print(f"resuming {self._record.id} in {folder} after step {self.resumed.step}, from {origin}", flush=True)

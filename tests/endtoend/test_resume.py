@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -164,6 +165,23 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_its_end(lives):
     assert (again.returncode, again.stderr) == (0, "")
     assert f"has taken its {third + 1} steps" in again.stdout
     assert lives.record()["resumed"] == 3
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(lives):
+    """Only the trainer cannot write: no file may become as large as the policy."""
+    lives.start("trainer.checkpoint_every=1")
+    lives.until(lives.checkpoint, "the first checkpoint")
+    size = (lives.run / "checkpoints" / "step-00001" / "model.safetensors").stat().st_size
+    resource.prlimit(lives.process.pid, resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+    assert lives.process.wait(LIMIT_S) == 1, lives.said()
+    assert "Traceback" not in lives.said() and lives.said().count("cannot write the checkpoint") == 1
+    last = lives.checkpoint()
+    lives.finish("--resume", f"trainer.steps={last + 1}")
+    summary = json.loads((lives.run / "summary.json").read_text())
+    assert (summary["steps"], summary["resumed"]) == (last + 1, 1)
+    assert sum(summary["fates"].values()) == summary["sampled_tokens"]
+    booked = lines(lives.run / "transcripts.jsonl")
+    assert len({line["rollout"] for line in booked}) == len(booked) == summary["rollouts"]
 
 
 def test_one_trainer_works_in_a_folder(lives):

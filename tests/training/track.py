@@ -9,6 +9,7 @@ import json
 import sqlite3
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,9 +45,16 @@ def main(kind: str, folder: Path, *, is_resumed: bool) -> None:
 
 
 def kept_by_wandb(folder: Path) -> dict:
+    path = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    deadline = time.monotonic() + 30
+    while not (kept := kept_in(path))["points"] and time.monotonic() < deadline:
+        time.sleep(0.1)  # another process of the package writes it
+    return kept
+
+
+def kept_in(path: Path) -> dict:
     from wandb.proto import wandb_internal_pb2 as proto
 
-    path = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
     kept = {"points": []}
     for data in records_of(path.read_bytes()):
         record = proto.Record()

@@ -134,7 +134,7 @@ def test_held_out_tasks_are_run_in_between_by_setting():
     done = []
     trainer = Trainer.__new__(Trainer)
     trainer._config = SimpleNamespace(trainer=TrainerSettings(steps=4), evaluation=Evaluation(every=2))
-    trainer._backend = SimpleNamespace(step=0)
+    trainer._backend, trainer._history = SimpleNamespace(step=0), []
     trainer._report = SimpleNamespace(summary=lambda summary: None)
     trainer.step, trainer._evaluate, trainer._summary = done.append, done.append, lambda interrupted: None
     trainer.run()

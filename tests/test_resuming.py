@@ -19,10 +19,12 @@ from harnessed.config import Config, ConfigError
 from harnessed.controller.predecessor import Predecessor
 from harnessed.gateway.app import DATABASE
 from harnessed.gateway.store import _lock_file
-from harnessed.records import Version
+from harnessed.records import Turnstile, Version
 from harnessed.resuming import RunRecord
-from harnessed.training.failures import CannotWrite
+from harnessed.run import Run
+from harnessed.training.failures import CannotWrite, WrongVersion
 from harnessed.training.lineages import Lineage
+from harnessed.training.resumed import Resumed
 
 LIVES = [Lineage(0, 0, 0), Lineage(1, 6, 4)]
 
@@ -194,10 +196,12 @@ def test_a_run_goes_on_from_its_own_newest_checkpoint_then_from_another_runs(tmp
     assert (found.checkpoint, found.step, found.groups) == (other, 20, frozenset())
     earlier = checkpoint(folder / "checkpoints" / "step-99998", 99998)
     own = checkpoint(folder / "checkpoints" / "step-100000", 100000)
-    (folder / "checkpoints" / ".step-100001.77").mkdir()
+    (folder / "checkpoints" / ".step-100001.77" / "adapter").mkdir(parents=True)
     found = resuming.take_up(folder, record, config(trainer={"resume_from": str(other)}))
     assert (found.checkpoint, found.step, found.version) == (own, 100000, Version(0, 99999))
     assert found.groups == {"g.100000"} and Version(0, 99999) in found.served
+    resuming.remove_unfinished(folder)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-99998", "step-100000"}
     (own / "harnessed.json").write_text("{")
     assert resuming.take_up(folder, record, config()).checkpoint == earlier
     assert f"{own} is damaged and passed over" in capsys.readouterr().out
@@ -217,6 +221,52 @@ def test_a_run_that_has_taken_its_steps_is_done(tmp_path, summary, steps, done):
     if summary:
         (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert bool(resuming.finished(tmp_path, steps)) == done
+
+
+class Asked:
+    """In place of a client: keeps what it was asked, and answers with a turnstile."""
+
+    def __init__(self, calls: list, owner: str = "") -> None:
+        self.calls, self.owner = calls, owner
+
+    def __call__(self, call):
+        self.calls.append((call.path.rpartition("/")[2], (call.body or {}).get("owner"), (call.body or {}).get("mode")))
+        return Turnstile(run="r", owner=self.owner)
+
+
+@pytest.mark.parametrize("holder", ["", "trainer that died"])
+@pytest.mark.parametrize("engine", [{}, {"url": "http://127.0.0.1:1", "weights": "w"}], ids=["own", "another's"])
+def test_nothing_generates_while_the_weights_of_a_resumed_run_are_written_anew(holder, engine):
+    calls: list = []
+    run = Run.__new__(Run)
+    run.id, run._config, run.gateway = "r", config(engine=engine), Asked(calls, holder)
+    run.engine = lambda: Asked(calls)
+    run.resumed = None
+    with run.weights_begin():
+        calls.append("written")
+    assert calls == ["written"]
+    calls.clear()
+    run.resumed = Resumed(1, None, 0, None, frozenset(), ())
+    with pytest.raises(ValueError, match="no such model"), run.weights_begin():
+        calls.append("written")
+        raise ValueError("no such model")
+    owner = holder or "trainer of r"
+    still, on = ([("pause", None, None)], [("resume", None, None)]) if engine else ([], [])
+    close, open_ = ("close", owner, "interrupt"), ("open", owner, None)
+    assert calls == [("turnstile", None, None), close, *still, "written", *on, open_]
+
+
+def test_a_life_begins_with_a_version_that_none_before_it_had(tmp_path):
+    run = Run.__new__(Run)
+    run.folder, run.resumed = tmp_path, None
+    run._record = RunRecord("run-1", 1.0, "print")
+    run.begin_lineage(Version(0, 0))
+    run.resumed = Resumed(1, tmp_path / "c", 4, Version(0, 4), frozenset(), (Version(0, 0),))
+    run.begin_lineage(Version(1, 6))
+    assert run.lineages == RunRecord.read(tmp_path).lineages == LIVES
+    for version in (Version(1, 7), Version(0, 0)):
+        with pytest.raises(WrongVersion, match="was served in an earlier life"):
+            run.begin_lineage(version)
 
 
 def test_overrides_may_stand_on_both_sides_of_an_option(capsys):

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
+import resource
 import signal
 import sqlite3
 import subprocess
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +38,10 @@ class Lives:
             evaluation={"tasks": HELD_OUT, "greedy_tasks": 0},
         )
         self.run = folder / "run"
+        self.key = ""
+        """Of a gateway elsewhere."""
+        self.database: Path | None = None
+        """Its records; None: those in the run's folder."""
         self.output = folder / "output"
         self.process: subprocess.Popen | None = None
 
@@ -44,7 +51,8 @@ class Lives:
     def start(self, *more: str) -> None:
         with self.output.open("a") as output:
             command = [*HARNESSED, *map(str, self.arguments(*more))]
-            self.process = subprocess.Popen(command, env=environment(), stdout=output, stderr=subprocess.STDOUT)
+            env = environment(**{"HARNESSED_ADMIN_KEY": self.key} if self.key else {})
+            self.process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
 
     def finish(self, *more: str) -> None:
         """One more life, to its end."""
@@ -69,8 +77,9 @@ class Lives:
 
     def ask(self, query: str) -> list[tuple]:
         """Of the store; nothing while it is being made."""
+        place = f"file:{self.database or self.run / 'gateway.db'}?mode=ro"
         try:
-            with closing(sqlite3.connect(f"file:{self.run / 'gateway.db'}?mode=ro", uri=True, timeout=10)) as database:
+            with closing(sqlite3.connect(place, uri=True, timeout=10)) as database:
                 return database.execute(query).fetchall()
         except sqlite3.OperationalError:
             return []
@@ -164,6 +173,48 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_its_end(lives):
     assert (again.returncode, again.stderr) == (0, "")
     assert f"has taken its {third + 1} steps" in again.stdout
     assert lives.record()["resumed"] == 3
+
+
+def test_what_runs_elsewhere_lives_on_and_serves_the_next_life(lives, tmp_path):
+    """Gateway, engine and controller do not die with the trainer, which is killed while the engine stands still."""
+    weights = f"engine.weights={tmp_path / 'weights'}"
+    house = [*HARNESSED, "up", str(lives.config), "--engine", f"run.folder={tmp_path / 'house'}", weights]
+    with subprocess.Popen(house, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as up:
+        try:
+            urls = [re.search(r"http://[^;\s]+", up.stdout.readline())[0] for _ in ("engine", "gateway")]
+            lives.key = (tmp_path / "house" / "admin.key").read_text()
+            elsewhere = (f"engine.url={urls[0]}", f"gateway.url={urls[1]}", "controller.external=true", weights)
+            lives.start(*elsewhere, "trainer.checkpoint_every=1")
+            lives.database = tmp_path / "house" / "gateway.db"
+            lives.until(lambda: lives.checkpoint() and lives.updating(), "an update")
+            lives.kill()
+            last = lives.checkpoint()
+            lives.finish("--resume", *elsewhere, f"trainer.steps={last + 2}")
+            assert up.poll() is None
+            summary = json.loads((lives.run / "summary.json").read_text())
+            assert (summary["steps"], summary["resumed"]) == (last + 2, 1)
+            assert sum(summary["fates"].values()) == summary["sampled_tokens"]
+            assert lives.ask("select count(*) from closings") == [(0,)]
+            assert "Traceback" not in lives.said()
+        finally:
+            up.send_signal(signal.SIGINT)
+
+
+def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(lives):
+    """Only the trainer cannot write: no file may become as large as the policy."""
+    lives.start("trainer.checkpoint_every=1")
+    lives.until(lives.checkpoint, "the first checkpoint")
+    size = (lives.run / "checkpoints" / "step-00001" / "model.safetensors").stat().st_size
+    resource.prlimit(lives.process.pid, resource.RLIMIT_FSIZE, (size - 1, resource.RLIM_INFINITY))
+    assert lives.process.wait(LIMIT_S) == 1, lives.said()
+    assert "Traceback" not in lives.said() and lives.said().count("cannot write the checkpoint") == 1
+    last = lives.checkpoint()
+    lives.finish("--resume", f"trainer.steps={last + 1}")
+    summary = json.loads((lives.run / "summary.json").read_text())
+    assert (summary["steps"], summary["resumed"]) == (last + 1, 1)
+    assert sum(summary["fates"].values()) == summary["sampled_tokens"]
+    booked = lines(lives.run / "transcripts.jsonl")
+    assert len({line["rollout"] for line in booked}) == len(booked) == summary["rollouts"]
 
 
 def test_one_trainer_works_in_a_folder(lives):

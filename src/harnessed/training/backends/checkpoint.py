@@ -60,6 +60,8 @@ def appearing(folder: Path) -> Iterator[Path]:
     for path in unfinished.rglob("*"):
         if path.is_file():
             path.chmod(0o644)  # safetensors makes its file private
+    if folder.exists():  # damaged, or of steps that are taken again
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")))
     unfinished.rename(folder)
 
 

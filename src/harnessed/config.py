@@ -387,6 +387,8 @@ class Trainer(Settings):
     resume_from: ConfigPath | None = None
     """A checkpoint folder of another run: this one goes on from its weights, its optimiser and its step. policy.model
     stays what it was."""
+    watchdog_s: float = Field(120, gt=0, allow_inf_nan=False)
+    """When nothing has moved for so long, a line says who waits for whom."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Who else gets the metrics. Each writes into a folder of its name in the run's, and nothing leaves the machine
     unless its own environment variables say so; docs/metrics.md has a section for them."""

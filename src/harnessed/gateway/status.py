@@ -141,10 +141,10 @@ def _count(connection: Connection) -> _Counted:
     queued = select(run, func.min(rollouts.c.created)).where(rollouts.c.state == State.QUEUED).group_by(run)
     of_live = and_(attempts.c.live, attempts.c.rollout == rollouts.c.id)
     running = select(run, func.min(attempts.c.started)).join(attempts, of_live).group_by(run)
-    return _Counted(
+    return _Counted(  # rows are no pairs to `dict`
         states=count_rollouts(connection),
-        queued_since=dict(connection.execute(queued).tuples().all()),
-        running_since=dict(connection.execute(running).tuples().all()),
+        queued_since={of: since for of, since in connection.execute(queued)},  # noqa: C416
+        running_since={of: since for of, since in connection.execute(running)},  # noqa: C416
     )
 
 

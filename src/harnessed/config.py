@@ -354,6 +354,29 @@ class Critic(Settings):
     """A value is not rewarded for moving further than this, in units of reward, in one update. None: it may."""
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Safety(Settings):
+    """What a run warns of, makes again, and stops for; docs/watching.md tells."""
+
+    skipped_updates: int = Field(5, ge=1)
+    """So many updates in a row whose loss or gradient is not finite end the run."""
+    entropy_fraction: Fraction = 0.1
+    """A warning when the entropy falls below this fraction of its first value."""
+    equal_groups: Share = 0.9
+    """A warning when more than this share of the groups of the last 5 steps had equal rewards."""
+    truncated: Share = 0.5
+    """A warning when more than this share of a step's answers were cut for their length."""
+    infrastructure: Share = 0.25
+    """A batch of which more than this share failed by infrastructure is not trained: its tasks are run again."""
+    remake: int = Field(2, ge=0)
+    """So often; then the run ends."""
+    alike_steps: int = Field(3, ge=1)
+    """So many batches in a row whose agents all exit in the same way and get the same reward end the run. Where no
+    token was sampled, or all failed by infrastructure, one does."""
+
+
 class Trainer(Settings):
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
@@ -396,6 +419,7 @@ class Trainer(Settings):
     advantage: Advantage = Advantage()
     objective: Objective = Objective()
     critic: Critic = Critic()
+    safety: Safety = Safety()
 
     @model_validator(mode="after")
     def _steps_take_whole_groups(self) -> "Trainer":

@@ -40,6 +40,7 @@ from harnessed.records import (
     Group,
     GroupSpec,
     Metrics,
+    Presence,
     Reward,
     Rollout,
     RunSpec,
@@ -372,9 +373,13 @@ def claim(run: str, owner: str, most: int, attempts: int, wait_s: float = 0) -> 
     return Call("POST", "/api/attempts/claim", _json(list[Assignment]), body, timeout_s=wait_s + 30)
 
 
-def renew(owner: str) -> Call[list[str]]:
-    """Prolong the owner's leases. Returns its live attempts, as `rollout/attempt`; what is missing must be stopped."""
-    return Call("POST", "/api/attempts/renew", _json(list[str]), {"owner": owner})
+def renew(owner: str, presence: Presence | None = None) -> Call[list[str]]:
+    """Prolong the owner's leases. Returns its live attempts, as `rollout/attempt`; what is missing must be stopped.
+
+    What it says of itself holds until the next renewal, and is told to whoever asks who waits for whom.
+    """
+    body = {"owner": owner, "presence": _dump(presence) if presence else None}
+    return Call("POST", "/api/attempts/renew", _json(list[str]), body)
 
 
 def get_held_seconds(rollout: str, attempt: int) -> Call[float]:

@@ -377,6 +377,29 @@ class Schedule(Settings):
     are quick."""
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Safety(Settings):
+    """What a run warns of, makes again, and stops for; docs/watching.md tells."""
+
+    skipped_updates: int = Field(5, ge=1)
+    """So many updates in a row whose loss or gradient is not finite end the run."""
+    entropy_fraction: Fraction = 0.1
+    """A warning when the entropy falls below this fraction of its first value."""
+    equal_groups: Share = 0.9
+    """A warning when more than this share of the groups of the last 5 steps had equal rewards."""
+    truncated: Share = 0.5
+    """A warning when more than this share of a step's answers were cut for their length."""
+    infrastructure: Share = 0.25
+    """A batch of which more than this share failed by infrastructure is not trained: its tasks are run again."""
+    remake: int = Field(2, ge=0)
+    """So often; then the run ends."""
+    alike_steps: int = Field(3, ge=1)
+    """So many batches in a row whose agents all exit in the same way and get the same reward end the run. Where no
+    token was sampled, or all failed by infrastructure, one does."""
+
+
 class Trainer(Settings):
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
@@ -414,6 +437,8 @@ class Trainer(Settings):
     resume_from: ConfigPath | None = None
     """A checkpoint folder of another run: this one goes on from its weights, its optimiser and its step. policy.model
     stays what it was."""
+    watchdog_s: float = Field(120, gt=0, allow_inf_nan=False)
+    """When nothing has moved for so long, a line says who waits for whom."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Who else gets the metrics. Each writes into a folder of its name in the run's, and nothing leaves the machine
     unless its own environment variables say so; docs/metrics.md has a section for them."""
@@ -422,6 +447,7 @@ class Trainer(Settings):
     advantage: Advantage = Advantage()
     objective: Objective = Objective()
     critic: Critic = Critic()
+    safety: Safety = Safety()
 
     @property
     def groups_in_flight(self) -> int:

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.routing import Route
 
-from harnessed.gateway import closings, lifecycle, metrics, recording
+from harnessed.gateway import closings, controllers, lifecycle, metrics, recording
 from harnessed.gateway.attempts import Attempts
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
@@ -40,6 +40,7 @@ from harnessed.records import (
     Group,
     GroupSpec,
     Metrics,
+    Presence,
     Record,
     Reward,
     Rollout,
@@ -69,6 +70,10 @@ class Claim(Record):
 
 class Renewal(Record):
     owner: str
+
+
+class ControllerRenewal(Renewal):
+    presence: Presence | None = None
 
 
 class AttemptEnding(Ending):
@@ -291,8 +296,13 @@ class Api:
                 break
         return [self._assignment(rollout, task) for rollout, task in claimed]
 
-    async def renew(self, request: Request, body: Renewal) -> list[str]:
-        return await self._store.write(lambda connection: lifecycle.renew(connection, body.owner, time.time()))
+    async def renew(self, request: Request, body: ControllerRenewal) -> list[str]:
+        def renew(connection: Connection) -> list[str]:
+            now = time.time()
+            controllers.keep(connection, body.owner, body.presence, now)
+            return lifecycle.renew(connection, body.owner, now)
+
+        return await self._store.write(renew)
 
     async def get_held_seconds(self, request: Request) -> float:
         rollout, attempt = request.path_params["rollout"], request.path_params["n"]

@@ -1,7 +1,7 @@
 """The tables: what the gateway keeps, on SQLite as on PostgreSQL. `store.py` opens the database.
 
-The modules that name transactions (`lifecycle.py`, `recording.py`, `closings.py`, `peers.py`) read and write them. A
-change here comes with a migration in `migrations/`.
+The modules that name transactions (`lifecycle.py`, `recording.py`, `closings.py`, `controllers.py`, `peers.py`) read
+and write them. A change here comes with a migration in `migrations/`.
 """
 
 from typing import Any
@@ -146,6 +146,16 @@ attempts = Table(
     Column("started", Float, nullable=False),
     Column("ended", Float),
     Index("attempts_by_lease", "live", "lease_until"),
+)
+
+controllers = Table(
+    "controllers",
+    schema,
+    Column("owner", String, primary_key=True),
+    Column("run", String, nullable=False),  # or the name that the ids of several begin with
+    Column("slots", Integer, nullable=False),
+    Column("judging", Integer, nullable=False),
+    Column("lease_until", Float, nullable=False),
 )
 
 calls = Table(

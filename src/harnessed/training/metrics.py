@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from harnessed.records import Fate, Split, Version
+from harnessed.training.advantages import all_equal
 from harnessed.training.lineages import Lineage, age_of
 from harnessed.training.report import HeldOut
-from harnessed.training.selection import Group, Taken
+from harnessed.training.selection import Group, Taken, members_of
 
 Line = dict[str, Any]
 """A part of a line of metrics.jsonl."""
@@ -63,6 +64,8 @@ def of_groups(groups: list[Group], wanted: int) -> Line:
         "sampled_tokens": fates.total(),
         "trained_tokens": fates[Fate.TRAINED],
         **{f"fates/{fate}": count for fate, count in fates.items() if count},
+        "equal_groups_share": equal_share(groups),
+        "truncated_share": truncated_share(groups),
         **of_conversations(groups),
     }
 
@@ -81,6 +84,21 @@ def of_rewards(groups: list[Group]) -> Line:
         "reward_std": statistics.pstdev(rewards) if rewards else None,
         **{f"reward/{name}": statistics.fmean(values) for name, values in sorted(parts.items())},
     }
+
+
+def equal_share(groups: list[Group]) -> float | None:
+    """Of the groups that can be compared, those whose rewards are all equal; None: none can be."""
+    members = [members_of(group.samples) for group in groups]
+    rewards = [[[sample.reward or 0.0] for sample in each] for each in members if len(each) > 1]
+    return sum(map(all_equal, rewards)) / len(rewards) if rewards else None
+
+
+def truncated_share(groups: list[Group]) -> float | None:
+    """Of the answers, those that were cut for their length; None: there are none."""
+    transcripts = [transcript for group in groups for transcript in group.transcripts if transcript.attempts]
+    finishes = Counter(node.finish for each in transcripts for node in each.attempts[-1].nodes)
+    del finishes["interrupted"]  # nobody got these
+    return finishes["length"] / finishes.total() if finishes.total() else None
 
 
 def of_conversations(groups: list[Group]) -> Line:

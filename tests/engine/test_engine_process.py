@@ -230,7 +230,7 @@ def test_a_pause_need_not_wait_for_what_is_interrupted(engine):
 
 def test_an_unknown_id_is_not_found_and_an_empty_one_refused(engine):
     assert not engine.interrupt("nobody")
-    assert engine.http.post("/interrupt", json={"id": ""}).status_code == 400
+    assert engine.http.post("/interrupt", json={"ids": [""]}).status_code == 400
 
 
 async def test_a_queue_whose_last_waiting_request_is_interrupted_is_idle(model):
@@ -242,7 +242,7 @@ async def test_a_queue_whose_last_waiting_request_is_interrupted_is_idle(model):
     answers = [asyncio.create_task(queue.generate(s, gone, id)) for s, id in ((first, "first"), (second, "second"))]
     while not queue.running:
         await asyncio.sleep(0)
-    assert queue.interrupt("second")
+    assert await queue.interrupt({"second"}) == {"second"}
     assert not queue._startable.is_set()
     await asyncio.wait_for(asyncio.gather(*answers), 5)
     assert (len(first.tokens), second.tokens, second.finish) == (40, [], "interrupted")

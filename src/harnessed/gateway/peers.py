@@ -154,16 +154,26 @@ class Peers:
         deadline = time.monotonic() + wanted.drain_s
         # The lease counts from the answer.
         waiting = wanted.model_copy(update={"lease_s": wanted.drain_s + wanted.lease_s})
-        await self._store.write(lambda connection: closings.close(connection, run, waiting, time.time()))
-        await self.beat()
+        closing = self._store.write(lambda connection: closings.close(connection, run, waiting, time.time()))
+        await asyncio.gather(closing, self.beat())  # in one commit
         while True:
-            found = await self.turnstile(run)
-            if found.state != TurnstileState.CLOSING or time.monotonic() > deadline:
-                await self._store.write(lambda c: closings.find(c, run) and closings.close(c, run, wanted, time.time()))
-                return await self.turnstile(run)
+            late = time.monotonic() > deadline
+            if late or run in self._turnstiles.quiet() or not self._turnstiles.is_closed(run):
+                found = await self._store.write(partial(self._settle, run=run, wanted=wanted, late=late))
+                if late or found.state != TurnstileState.CLOSING:
+                    return found
             # Of others there is nothing to hear but by looking.
             others = min(deadline, time.monotonic() + 0.05) if self._store.shared else deadline
             await self._turnstiles.change(others)
+
+    def _settle(self, connection: Connection, run: str, wanted: Closing, late: bool) -> Turnstile:
+        """What has become of a closing that this gateway waits for; as soon as it is answered its lease counts."""
+        found, quiet = look(connection, run, self._id)
+        seen = as_seen(found or Turnstile(run=run), quiet, self._turnstiles)
+        if found and (late or seen.state == TurnstileState.CLOSED):
+            renewed = closings.close(connection, run, wanted, time.time())
+            return seen.model_copy(update={"lease_until": renewed.lease_until})
+        return seen
 
     async def open(self, run: str, owner: str) -> Turnstile:
         """Raises Refused."""
@@ -174,7 +184,7 @@ class Peers:
     async def may_go_on(self, run: str) -> bool:
         """Whether a generation that its engine broke off may be asked for again: perhaps the others took this gateway
         for dead and ended what it had begun."""
-        if self._store.shared:
+        if self._store.shared and not self._turnstiles.is_closed(run):
             await self.beat()
         return not self._turnstiles.is_closed(run)
 

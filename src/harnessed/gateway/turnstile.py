@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 
 from harnessed.gateway.progress import STORE, TURNSTILE, waits_for
@@ -30,7 +29,8 @@ class Turnstiles:
         self._closed: dict[str, Turnstile] = {}
         self._held: dict[str, dict[str, asyncio.Future[None]]] = {}
         """Run -> the generations that wait."""
-        self._in_flight: Counter[str] = Counter()
+        self._in_flight: dict[str, set[str]] = {}
+        """Run -> the generations that engines were asked for and have not ended."""
         self.held_s = 0.0
         """What generations have waited here, in seconds, all together."""
         self._changed = asyncio.Event()
@@ -40,11 +40,12 @@ class Turnstiles:
         """Around asking an engine. Raises Left if the generation is dismissed while it waits."""
         while self.is_closed(run):
             await self._wait(run, generation)
-        self._in_flight[run] += 1
+        here = self._in_flight.setdefault(run, set())
+        here.add(generation)
         try:
             yield
         finally:
-            self._in_flight[run] -= 1
+            here.discard(generation)
             self._tell()
 
     async def _wait(self, run: str, generation: str) -> None:
@@ -66,6 +67,14 @@ class Turnstiles:
             if waiting and not waiting.done():
                 waiting.set_exception(Left)
 
+    def ended(self, closed: Turnstile, generations: Iterable[str]) -> None:
+        """Their engines, told of this closing, have said that they generate nothing of these any more. What they have
+        sampled is still on its way, and takes its time if it is long."""
+        now = self._closed.get(closed.run)
+        if now and now.since == closed.since:  # else it may have opened, and some of them may run again
+            self._in_flight[closed.run].difference_update(generations)
+            self._tell()
+
     def set_closed(self, closed: Iterable[Turnstile]) -> None:
         """These are closed and no others."""
         self._closed = {turnstile.run: turnstile for turnstile in closed}
@@ -85,11 +94,18 @@ class Turnstiles:
 
     def quiet(self) -> dict[str, float]:
         """The closed ones at which nothing is generated any more, and since when they are closed."""
-        return {run: each.since or 0.0 for run, each in self._closed.items() if not self._in_flight[run]}
+        return {run: each.since or 0.0 for run, each in self._closed.items() if not self.in_flight(run)}
 
     def in_flight(self, run: str) -> int:
-        """Generations that an engine was asked for."""
-        return self._in_flight[run]
+        """Generations that run at an engine, or may."""
+        return len(self._in_flight.get(run, ()))
+
+    def generations(self, run: str) -> list[str]:
+        """Those that are in flight."""
+        return list(self._in_flight.get(run, ()))
+
+    def closed(self, run: str) -> Turnstile | None:
+        return self._closed.get(run)
 
     def held(self, run: str) -> int:
         """Generations that wait."""

@@ -46,14 +46,14 @@ class Turnstiles:
             yield
         finally:
             here.discard(generation)
-            self._tell()
+            self.wake()
 
     async def _wait(self, run: str, generation: str) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held.setdefault(run, {})[generation] = waiting
         since, closed = time.monotonic(), self._closed.get(run)
         waits_for(f"{TURNSTILE}, closed by {closed.owner}" if closed else STORE)
-        self._tell()
+        self.wake()
         try:
             await waiting
         finally:
@@ -73,7 +73,7 @@ class Turnstiles:
         now = self._closed.get(closed.run)
         if now and now.since == closed.since:  # else it may have opened, and some of them may run again
             self._in_flight[closed.run].difference_update(generations)
-            self._tell()
+            self.wake()
 
     def set_closed(self, closed: Iterable[Turnstile]) -> None:
         """These are closed and no others."""
@@ -87,7 +87,7 @@ class Turnstiles:
                 for waiting in self._held[run].values():
                     if not waiting.done():
                         waiting.set_result(None)
-        self._tell()
+        self.wake()
 
     def is_closed(self, run: str) -> bool:
         return run in self._closed or time.monotonic() > self.good_until
@@ -121,6 +121,7 @@ class Turnstiles:
             return False
         return True
 
-    def _tell(self) -> None:
+    def wake(self) -> None:
+        """Let who waits for a change look again."""
         self._changed.set()
         self._changed = asyncio.Event()

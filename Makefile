@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: ablation chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
+.PHONY: ablation chaos benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -98,6 +98,10 @@ benchmarks: $(SMOLLM2)/config.json
 	@$(VENV)/bin/python benchmarks/transcripts.py $(SMOLLM2)
 	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2)
 	@$(VENV)/bin/python benchmarks/prefixes.py
+
+benchmarks-interrupting: $(SMOLLM2)/config.json
+	@echo "benchmarks-interrupting: how long an update waits for generations that it interrupts"
+	@$(VENV)/bin/python benchmarks/interrupting.py $(SMOLLM2) --tokens 100 --in-flight 1 16
 
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"

@@ -153,11 +153,12 @@ class Sampler:
         name = f"{session.seed}/{session.index}/{place}/{choice}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
 
-    async def suspend(self, session: Session, pending: Pending) -> None:
-        """Stop the generations of a call, which go on from their tokens when the turnstile opens."""
-        if self._engines.speaks(session.run) != Dialect.CHAT:
-            ids = generations(pending.id, pending.wanted.n)
-            await self._engines.interrupt(ids)
+    async def suspend(self, run: str) -> None:
+        """Stop the generations of a run, which go on from their tokens when its turnstile opens."""
+        closed = self._turnstiles.closed(run)
+        if closed and self._engines.speaks(run) != Dialect.CHAT:
+            ended = partial(self._turnstiles.ended, closed)
+            await self._engines.interrupt(self._turnstiles.generations(run), ended)
 
     async def _answer(
         self, session: Session, call: str, periods: "array[float]", choice: Wanted, preview: Preview | None

@@ -46,6 +46,7 @@ from harnessed.training import closing
 from harnessed.training.failures import Stalled
 from harnessed.training.tasks import stream
 from harnessed.training.watch import Watch
+from harnessed.training.watchdog import Watchdog
 
 SECRET = "hunter2-the-password"
 
@@ -276,7 +277,7 @@ async def test_a_run_whose_calls_are_held_does_not_stall(house):  # noqa: F811
     the gateway says who holds its calls. (Here with a limit of a second.)"""
     await house.attempts()
     await house.admin(close_turnstile("r", "somebody", CloseMode.FINISH, lease_s=60, drain_s=5))
-    ticks = []
+    ticks, said = [], []
 
     def tick():
         ticks.append(time.monotonic())
@@ -286,13 +287,15 @@ async def test_a_run_whose_calls_are_held_does_not_stall(house):  # noqa: F811
     def watch():
         with Client(house.url, house.keys.sign(ADMIN)) as gateway:
             try:
-                Watch(gateway, "r", stall_limit_s=1).until_complete(["g"], tick)
+                watchdog = Watchdog(gateway, "r", 0.5, said.append)
+                Watch(gateway, "r", watchdog, stall_limit_s=1).until_complete(["g"], tick)
             except Stalled as error:
                 return str(error)
             except TimeoutError:
                 return ""
 
     assert await asyncio.to_thread(watch) == ""
+    assert "somebody" in said[0]  # who holds them is said
 
 
 # The SDK

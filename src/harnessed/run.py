@@ -47,6 +47,7 @@ from harnessed.training.lineages import Lineage, go_on
 from harnessed.training.resumed import Resumed
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.watch import Watch
+from harnessed.training.watchdog import Watchdog
 
 ADMIN_KEY_VARIABLE = "HARNESSED_ADMIN_KEY"
 """Holds the admin key of a gateway that the run did not start itself."""
@@ -302,7 +303,9 @@ class Run:
         limits, evaluator = self._config.controller, self._config.evaluator
         # An attempt may be silent for as long as it may run; its evaluator and a lost lease come on top.
         stall_limit_s = limits.time_limit_s + evaluator.time_limit_s * evaluator.tries + 60
-        return Watch(self.gateway, self.id, stall_limit_s=stall_limit_s)
+        asked = Client(self.gateway_url, admin_key())  # without patience: that it is away is what is to be told
+        watchdog = Watchdog(asked, self.id, self._config.trainer.watchdog_s, lambda line: self._services.say(line))
+        return Watch(self.gateway, self.id, watchdog, stall_limit_s=stall_limit_s)
 
     def rollouts(self, watch: Watch, tick: Callable[[], None]) -> Rollouts:
         def look_after() -> None:

@@ -12,6 +12,7 @@ from harnessed.config import Advantage, ConfigError, Evaluation, Run
 from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Outcome, Sampling, Turnstile, TurnstileState, Version
 from harnessed.training.backends.local import Update
+from harnessed.training.batches import Alike
 from harnessed.training.failures import WrongVersion
 from harnessed.training.flights import Flights
 from harnessed.training.lineages import Lineage
@@ -127,6 +128,7 @@ def trainer_of(tasks, **settings):
     trainer._backend, trainer._steps, trainer._tasks_ended = SimpleNamespace(version=Version(0, 0)), 0, False
     trainer._rollouts.version = lambda: trainer._backend.version
     trainer._display, trainer._phase = SimpleNamespace(step=int, phase=str), lambda name: nullcontext()
+    trainer._alike, trainer._remade = Alike(trainer._config.trainer.safety), 0
     trainer.taken = []
 
     def step(groups):

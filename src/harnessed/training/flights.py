@@ -93,10 +93,16 @@ class Flights:
                 self._complete(each, current)
         return self.all != before
 
+    def look(self, ids: tuple[str, ...]) -> list[Group]:
+        """Complete groups, which stay."""
+        return [group for id in ids if (group := self._open[id].group)]
+
     def take(self, ids: tuple[str, ...]) -> list[Group]:
         """Complete groups, for an update."""
-        taken = [self._open.pop(id) for id in ids]
-        return [each.group for each in taken if each.group]
+        taken = self.look(ids)
+        for id in ids:
+            del self._open[id]
+        return taken
 
     def drop(self, ids: tuple[str, ...], *, again: bool) -> list[Group]:
         """Cancel groups; as they are then. `again`: their tasks are begun anew."""

@@ -20,6 +20,7 @@ from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Task
 from harnessed.training import schedule
 from harnessed.training.backends.local import LocalBackend, Update
+from harnessed.training.batches import Alike, check_remade, infrastructure
 from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.checkpoints import Checkpoints
 from harnessed.training.closing import closed
@@ -32,6 +33,7 @@ from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
 from harnessed.training.resumed import Resumed
 from harnessed.training.rollouts import Rollouts
+from harnessed.training.safety import Safety
 from harnessed.training.samples import Sample, build
 from harnessed.training.schedule import Create, Drop, Plan, Wait, decide, to_create
 from harnessed.training.selection import Group, Taken, select
@@ -102,6 +104,9 @@ class Trainer:
         self._flights = Flights(rollouts, config, lineages, backend.tasks)
         self._plan = plan(config.trainer)
         self._tasks_ended = False
+        self._safety, self._alike = Safety(config.trainer.safety), Alike(config.trainer.safety)
+        self._remade = 0
+        """How often the present batch was made again."""
         self._report = Report(folder, gateway, run, display.note, track)
         self._timeline = Timeline(folder)
         self._checkpoints = Checkpoints(folder, keep=config.trainer.keep_checkpoints, keep_best=1, note=display.note)
@@ -141,7 +146,9 @@ class Trainer:
     def _go_on(self) -> None:
         """From where an earlier life of the run ended, if it had one."""
         if self._resumed:
-            self._before = before_of(self._report.resume(self._steps))
+            history = self._report.resume(self._steps)
+            self._safety.replay(history)
+            self._before = before_of(history)
             self._consumed = sorted(self._resumed.groups)
             self._book(self._flights.restore(self._resumed.groups, self._backend.version), Fate.GROUP_INCOMPLETE)
         self._train_tasks = islice(self._all_tasks, self._flights.tasks, None)
@@ -156,6 +163,8 @@ class Trainer:
                 case Create(groups):
                     self._create(groups)
                 case schedule.Update(groups):
+                    if not self._is_fit(groups):
+                        continue
                     self._step(self._flights.take(groups))
                     if every and self._steps % every == 0 and self._steps < steps:
                         self._evaluate(f"{self._steps}-steps-into")
@@ -164,6 +173,22 @@ class Trainer:
                     self._book(self._flights.drop(groups, again=again), Fate.STALE)
                 case Wait(overdue):
                     self._wait(f"{len(overdue) or self._plan.groups_per_update} groups")
+
+    def _is_fit(self, groups: tuple[str, ...]) -> bool:
+        """Whether a batch can be trained. One of which too much failed is made again.
+
+        Raises AllAlike, TooManyFailed.
+        """
+        safety = self._config.trainer.safety
+        batch = self._flights.look(groups)
+        self._alike.check(batch)
+        why = infrastructure(batch, safety.infrastructure)
+        if why:
+            check_remade(why, self._remade, safety)
+            self._display.note(f"a batch is made again: {why}")
+            self._book(self._flights.drop(groups, again=True), Fate.GROUP_INCOMPLETE)
+        self._remade = self._remade + 1 if why else 0
+        return not why
 
     def _wait(self, what: str) -> None:
         """Until a group begins or is complete."""
@@ -206,7 +231,8 @@ class Trainer:
                 update = self._update(taken, steps)
                 critic = self._backend.critic
                 if critic and lesson and update and update.applied:
-                    metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
+                    with clock.phase("critic"):
+                        metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
             self._book(groups)
             self._steps, self._booked = number, self._backend.version
@@ -214,8 +240,14 @@ class Trainer:
         metrics |= of_groups(groups, settings.groups_per_step)
         metrics |= {"update_applied": update is not None and update.applied, **(update.metrics if update else {})}
         metrics |= {"version": list(self._backend.version), **clock.speed(metrics["sampled_tokens"])}
+        skipped = update is not None and not update.applied
+        metrics["updates_skipped"] = self._safety.updates_skipped + skipped
         self._report.metrics(number, metrics)
         self._display.metrics(metrics, complaint([each for group in groups for each in group.transcripts]))
+        for warning in self._safety.note(metrics):
+            self._display.note(f"warning: step {number}: {warning}")
+        if update is not None:
+            self._safety.skipped(skipped)
         if number % CURVE_EVERY == 0:
             self._report.curve()
         if number % settings.checkpoint_every == 0 or number == settings.steps:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from harnessed.client import Client, get_turnstile, list_changes
 from harnessed.records import ChangeKind, State, TurnstileState
 from harnessed.training.failures import Stalled
+from harnessed.training.watchdog import Watchdog
 
 POLL_S = 1.0
 """Longest single wait; between two of them the display is refreshed and the services are looked after."""
@@ -15,9 +16,10 @@ POLL_S = 1.0
 class Watch:
     """Follows the changes of one run from its beginning."""
 
-    def __init__(self, gateway: Client, run: str, *, stall_limit_s: float) -> None:
+    def __init__(self, gateway: Client, run: str, watchdog: Watchdog, *, stall_limit_s: float) -> None:
         self._gateway = gateway
         self._run = run
+        self._watchdog = watchdog
         self._stall_limit_s = stall_limit_s
         self._cursor = 0
         self._moved = time.monotonic()
@@ -33,6 +35,7 @@ class Watch:
 
     def moved(self) -> None:
         """Nothing was expected of the rollouts up to now."""
+        self._watchdog.moved()
         self._moved = time.monotonic()
 
     def until_complete(self, groups: list[str], tick: Callable[[], None]) -> None:
@@ -49,14 +52,15 @@ class Watch:
         Raises Stalled after a long time without any change. While somebody has closed the run's turnstile, nothing is
         expected to move.
         """
-        if self._follow(POLL_S) or self._is_held():
+        if self._follow(POLL_S):
             self.moved()
+            return
+        self._watchdog.look()
+        if self._is_held():
+            self._moved = time.monotonic()
         elif time.monotonic() - self._moved > self._stall_limit_s:
-            counts = self.counts
             raise Stalled(
-                f"nothing moved for {self._stall_limit_s:.0f} s while waiting for {what} "
-                f"({counts[State.QUEUED]} rollouts queued, {counts[State.RUNNING]} running); "
-                "is a controller running, and does the engine answer?"
+                f"nothing moved for {self._stall_limit_s:.0f} s while waiting for {what}: {self._watchdog.line()}"
             )
 
     def catch_up(self) -> None:

@@ -24,6 +24,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from harnessed.config import ConfigError
+from harnessed.gateway.bytelevel import TokenBytes, is_byte_level
 from harnessed.gateway.family import format_of
 
 Messages = list[dict[str, Any]]
@@ -69,6 +70,7 @@ class ChatTemplate:
         if not folder.is_dir():
             raise ConfigError(f"policy.model: there is no folder {folder}")
         self._tokenizer = _read_tokenizer(folder)
+        self._bytes = TokenBytes(self._tokenizer) if is_byte_level(self._tokenizer) else None
         settings = _read_json(folder / "tokenizer_config.json")
         self._separate = _separate(self._tokenizer)
         self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
@@ -141,6 +143,8 @@ class ChatTemplate:
 
     def written(self, ids: list[int]) -> str:
         """Tokens as they stand in the text, special ones too."""
+        if self._bytes is not None:
+            return self._bytes.text(ids)
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 

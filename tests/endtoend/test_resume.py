@@ -129,18 +129,19 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_its_end(lives):
     lives.until(lambda: lives.checkpoint() > second and lives.updating(), "an update")
     lives.kill()
     third = lives.checkpoint()
+    last = third + 2  # no life came further
     moved = lives.folder / "elsewhere" / "moved"
     moved.parent.mkdir()
     wait_for(lambda: processes_of(lives.folder) == {}, "the end of the services")
     lives.run = lives.run.rename(moved)
-    lives.finish("--resume", f"trainer.steps={third + 1}")
+    lives.finish("--resume", f"trainer.steps={last}")
 
     said, summary = lives.said(), json.loads((lives.run / "summary.json").read_text())
     assert "Traceback" not in said
-    assert f"trainer.steps: {WITHOUT_END} -> {third + 1}" in said
+    assert f"trainer.steps: {WITHOUT_END} -> {last}" in said
     assert said.count(f"resuming {id} in ") == 3
     assert f"after step {third}, from {moved / 'checkpoints' / f'step-{third:05d}'}" in said
-    assert (summary["steps"], summary["resumed"], summary["restarts"]) == (third + 1, 3, {})
+    assert (summary["steps"], summary["resumed"], summary["restarts"]) == (last, 3, {})
     assert summary["engine_sampled_tokens"] is None and "when the run was resumed is not known" in said
 
     # The books are those of one run.
@@ -148,14 +149,14 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_its_end(lives):
     assert sum(summary["fates"].values()) == summary["sampled_tokens"] == stored
     booked = lines(lives.run / "transcripts.jsonl")
     assert len({line["rollout"] for line in booked}) == len(booked) == summary["rollouts"]
-    assert sorted({line["step"] for line in booked if line["step"]}) == list(range(1, third + 2))
-    assert sum(bool(line["step"]) for line in booked) == (third + 1) * GROUPS * MEMBERS
+    assert sorted({line["step"] for line in booked if line["step"]}) == list(range(1, last + 1))
+    assert sum(bool(line["step"]) for line in booked) == last * GROUPS * MEMBERS
     steps = [line["step"] for line in lines(lives.run / "metrics.jsonl") if "reward_mean" in line]
-    assert steps == list(range(1, third + 2))
+    assert steps == list(range(1, last + 1))
     posted = [json.loads(values) for (values,) in lives.ask('select "values" from metrics order by number')]
     assert posted == lines(lives.run / "metrics.jsonl")
-    notes = json.loads((lives.run / "checkpoints" / f"step-{third + 1:05d}" / "harnessed.json").read_text())
-    assert len(set(notes["groups"])) == len(notes["groups"]) == notes["tasks"] == (third + 1) * GROUPS
+    notes = json.loads((lives.run / "checkpoints" / f"step-{last:05d}" / "harnessed.json").read_text())
+    assert len(set(notes["groups"])) == len(notes["groups"]) == notes["tasks"] == last * GROUPS
 
     # Each life is a lineage, and no version was used twice.
     lineages = lives.record()["lineages"]
@@ -169,9 +170,9 @@ def test_a_run_that_is_killed_again_and_again_goes_on_to_its_end(lives):
         later = [number for lineage, number, _ in lineages if lineage > version.lineage]
         assert all(version.number < number for number in later)
 
-    again = harnessed(*lives.arguments("--resume", f"trainer.steps={third + 1}"))
+    again = harnessed(*lives.arguments("--resume", f"trainer.steps={last}"))
     assert (again.returncode, again.stderr) == (0, "")
-    assert f"has taken its {third + 1} steps" in again.stdout
+    assert f"has taken its {last} steps" in again.stdout
     assert lives.record()["resumed"] == 3
 
 

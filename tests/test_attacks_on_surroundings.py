@@ -231,7 +231,7 @@ async def test_the_lease_of_a_closing_outlives_its_drain(house, monkeypatch):  #
         await asyncio.sleep(0.02)
 
     def close():
-        with Client(house.url, house.keys.sign(ADMIN)) as gateway, closing.closed(gateway, "r", drain_s=1.2):
+        with Client(house.url, house.keys.sign(ADMIN)) as gateway, closing.closed(gateway, "r", CloseMode.FINISH, 1.2):
             pass
 
     closing_it = asyncio.create_task(asyncio.to_thread(close))
@@ -262,7 +262,7 @@ async def test_a_close_that_is_interrupted_opens(house):  # noqa: F811
         with (
             contextlib.suppress(KeyboardInterrupt),
             Interrupted(house.url, house.keys.sign(ADMIN)) as gateway,
-            closing.closed(gateway, "r", drain_s=1),
+            closing.closed(gateway, "r", CloseMode.FINISH, 1),
         ):
             pass
 
@@ -613,7 +613,7 @@ async def test_a_lease_that_cannot_be_renewed_is_no_traceback(house, monkeypatch
         with (
             contextlib.suppress(ServiceDied),
             Client(house.url, key, patience_s=30, meanwhile=meanwhile) as gateway,
-            closing.closed(gateway, "r", drain_s=1),
+            closing.closed(gateway, "r", CloseMode.FINISH, 1),
         ):
             dead.set()
             gateway._http.base_url = "http://127.0.0.1:1"  # as after its end

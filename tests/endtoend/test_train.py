@@ -68,7 +68,7 @@ def test_in_groups_that_were_taken_every_delivered_token_of_the_last_attempts_is
     run, _ = finished_run
     trained = {line["rollout"]: line["fates"].get(Fate.TRAINED, 0) for line in lines(run / "transcripts.jsonl")}
     taken = 0
-    for group in stored_transcripts(run, "step-"):
+    for group in stored_transcripts(run, ".train."):
         if any(trained[transcript.rollout.id] for transcript in group):
             taken += 1
             for transcript in group:

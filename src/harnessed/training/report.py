@@ -15,9 +15,10 @@ from typing import Any
 import orjson
 
 from harnessed.client import ApiError, Call, Client, Unreachable, post_fates, post_metrics
-from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript
+from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript, Version
 from harnessed.training.curve import draw
 from harnessed.training.failures import CannotWrite
+from harnessed.training.interval import Interval
 from harnessed.training.samples import Fates
 
 Track = Callable[[int, dict[str, Any]], None]
@@ -29,14 +30,20 @@ class HeldOut:
     """Result of the held-out tasks."""
 
     success: float | None
-    """Mean reward over the rollouts that were judged; None: none was."""
+    """Mean over the tasks of the mean reward of their rollouts that were judged; None: none was."""
+    interval: Interval | None
+    """Where the success on all tasks of this kind lies (`interval.py`)."""
     greedy: float | None
-    """The same for the greedy ones; None: none were asked for."""
+    """Mean reward of the greedy ones; None: none was judged, or none was asked for."""
+    tasks: int
     rollouts: int
+    """Without the greedy ones."""
     unjudged: int
-    """Rollouts without a reward (infrastructure); they are not in the mean."""
+    """Of these, rollouts without a reward (infrastructure); they are not in the mean."""
     complaint: str
     """One line about rollouts that did not end ok; empty if all did."""
+    versions: tuple[Version, Version] | None
+    """The first and the last that answered; None: the engine does not say."""
 
 
 @dataclass(slots=True)
@@ -68,6 +75,11 @@ class Summary:
     checkpoint: str | None
     """The last one, relative to the run's folder."""
     interrupted: bool
+    interval_before: Interval | None = None
+    """Of held_out_before."""
+    interval_after: Interval | None = None
+    best_checkpoint: str | None = None
+    """The one with the highest held-out success, relative to the run's folder."""
 
     @property
     def balanced(self) -> bool:

@@ -217,7 +217,7 @@ def dry_run(config: Config, arguments: argparse.Namespace, task: Task) -> int:
 
 def evaluate(config: Config, arguments: argparse.Namespace) -> int:
     _need_torch("eval")  # the engine's
-    from harnessed.training.display import Display
+    from harnessed.training.display import Display, beside_success, success
     from harnessed.training.evaluation import evaluate as evaluate_held_out
     from harnessed.training.report import Report
     from harnessed.training.tasks import stream, take
@@ -243,9 +243,7 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
                 "evaluation",
             )
     (run.folder / "evaluation.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-    greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
-    unjudged = f", {result.unjudged} without a reward" if result.unjudged else ""
-    display.note(f"held-out success {result.success:.3f} ({result.rollouts} tasks{unjudged}{greedy})")
+    display.note(f"held-out success {success(result)} ({beside_success(result)})")
     if result.complaint:
         display.note(result.complaint)
     display.note(f"run folder: {run.folder}")

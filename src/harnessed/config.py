@@ -481,12 +481,26 @@ class Trainer(Settings):
 class Evaluation(Settings):
     tasks: int = Field(64, ge=1)
     """Held-out tasks, run before the first and after the last step."""
+    samples: int = Field(1, ge=1)
+    """Rollouts of each."""
     every: int | None = Field(None, ge=1)
     """So many steps apart they are run in between as well."""
+    beside: bool = False
+    """Those in between. False: training waits for them, and one version of the policy is measured. True: training goes
+    on meanwhile, they get the slots that it leaves free, and what they measure are the versions from the one at their
+    start to the one at their end."""
     greedy_tasks: int = Field(0, ge=0)
-    """The first so many of them are run greedily as well."""
+    """The first so many of them are run greedily as well, once each."""
+    confidence: float = Field(0.95, gt=0, lt=1)
+    """Of the interval that is told with the success; docs/metrics.md says what it means."""
     sampling: Sampling | None = None
     """How held-out tasks are sampled, with the settings of `sampling`; as in training where it is left out."""
+
+    @model_validator(mode="after")
+    def _is_beside_something(self) -> "Evaluation":
+        if self.beside and self.every is None:
+            raise ValueError("evaluation.beside: says how they are run in between; set evaluation.every as well")
+        return self
 
 
 class Config(Settings):

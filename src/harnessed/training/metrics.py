@@ -124,9 +124,13 @@ def of_taken(taken: Taken, current: Version, lineages: list[Lineage]) -> Line:
 
 
 def of_held_out(result: HeldOut, seconds: float) -> Line:
+    low, high = result.interval or (None, None)
     return {
         "held_out": result.success,
+        "held_out_low": low,
+        "held_out_high": high,
         "held_out_greedy": result.greedy,
         "held_out_unjudged": result.unjudged,
+        "held_out_versions": [list(version) for version in result.versions] if result.versions else None,
         "timing_s/evaluation": seconds,
     }

@@ -15,9 +15,10 @@ from typing import Any
 import orjson
 
 from harnessed.client import ApiError, Call, Client, Unreachable, forget_metrics, post_fates, post_metrics
-from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript
+from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript, Version
 from harnessed.training.curve import draw
 from harnessed.training.failures import CannotWrite
+from harnessed.training.interval import Interval
 from harnessed.training.lines import keep_lines
 from harnessed.training.samples import Fates
 
@@ -30,14 +31,20 @@ class HeldOut:
     """Result of the held-out tasks."""
 
     success: float | None
-    """Mean reward over the rollouts that were judged; None: none was."""
+    """Mean over the tasks of the mean reward of their rollouts that were judged; None: none was."""
+    interval: Interval | None
+    """Where the success on all tasks of this kind lies (`interval.py`)."""
     greedy: float | None
-    """The same for the greedy ones; None: none were asked for."""
+    """Mean reward of the greedy ones; None: none was judged, or none was asked for."""
+    tasks: int
     rollouts: int
+    """Without the greedy ones."""
     unjudged: int
-    """Rollouts without a reward (infrastructure); they are not in the mean."""
+    """Of these, rollouts without a reward (infrastructure); they are not in the mean."""
     complaint: str
     """One line about rollouts that did not end ok; empty if all did."""
+    versions: tuple[Version, Version] | None
+    """The first and the last that answered; None: the engine does not say."""
 
 
 @dataclass(slots=True)
@@ -72,6 +79,11 @@ class Summary:
     interrupted: bool
     resumed: int = 0
     """How often the run was resumed. Everything else is of its whole life, as far as the last checkpoints reached."""
+    interval_before: Interval | None = None
+    """Of held_out_before."""
+    interval_after: Interval | None = None
+    best_checkpoint: str | None = None
+    """The one with the highest held-out success, relative to the run's folder."""
 
     @property
     def balanced(self) -> bool:

@@ -198,7 +198,7 @@ def running(folder, backend, step):
     trainer._display, trainer._rollouts = SimpleNamespace(phase=str), SimpleNamespace(give_up=list)
     trainer._report = SimpleNamespace(summary=str)
     trainer._train = lambda: [step(trainer, number) for number in (1, 2, 3)]
-    trainer._evaluate = trainer._summary = str
+    trainer._summary, trainer._validation = str, SimpleNamespace(measure=lambda *_: None)
     return trainer
 
 

@@ -8,7 +8,7 @@ from scripted_engine import ScriptedEngine
 from transcripts import node, transcript
 
 from harnessed.client import Client
-from harnessed.config import Advantage, ConfigError, Evaluation, Run
+from harnessed.config import Advantage, ConfigError, Run
 from harnessed.config import Trainer as TrainerSettings
 from harnessed.records import Fate, Outcome, Sampling, Turnstile, TurnstileState, Version
 from harnessed.training.backends.local import Update
@@ -116,9 +116,7 @@ class Played(Rollouts):
 def trainer_of(tasks, **settings):
     """A trainer of rollouts that are played, whose steps only note what they were given."""
     trainer = Trainer.__new__(Trainer)
-    trainer._config = SimpleNamespace(
-        trainer=TrainerSettings(**settings), sampling=Sampling(), evaluation=Evaluation(every=2), run=Run()
-    )
+    trainer._config = SimpleNamespace(trainer=TrainerSettings(**settings), sampling=Sampling(), run=Run())
     trainer._train_tasks = ({"rewards": rewards, "number": number} for number, rewards in enumerate(tasks))
     trainer._rollouts = Played()
     trainer._flights, trainer._plan = (
@@ -137,7 +135,7 @@ def trainer_of(tasks, **settings):
         trainer.taken.append(groups)
 
     trainer._step = step
-    trainer._evaluate = trainer.taken.append
+    trainer._validation = SimpleNamespace(look=lambda: None, finish=lambda: None)
     return trainer
 
 
@@ -188,12 +186,6 @@ def test_tasks_that_do_not_last_for_an_update_are_a_clear_error():
     with pytest.raises(ConfigError, match=r"tasks\.train gives 2 tasks where 3 are needed"):
         trainer._train()
     assert len(trainer.taken) == 1
-
-
-def test_held_out_tasks_are_run_in_between_by_setting():
-    trainer = trainer_of([GOOD] * 8, steps=4, groups_per_step=2, group_size=2)
-    trainer._train()
-    assert [each if isinstance(each, str) else len(each) for each in trainer.taken] == [2, 2, "2-steps-into", 2, 2]
 
 
 def test_no_more_groups_are_created_than_the_updates_take():

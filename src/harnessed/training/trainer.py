@@ -25,10 +25,9 @@ from harnessed.training.batching import Advantages, optimiser_steps, scored
 from harnessed.training.checkpoints import Checkpoints
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
-from harnessed.training.evaluation import evaluate
 from harnessed.training.flights import Flights
 from harnessed.training.lineages import Lineage
-from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
+from harnessed.training.metrics import Clock, Line, of_groups, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
 from harnessed.training.resumed import Resumed
@@ -40,6 +39,7 @@ from harnessed.training.selection import Group, Taken, select
 from harnessed.training.tasks import take
 from harnessed.training.timeline import Name as PhaseName
 from harnessed.training.timeline import Timeline
+from harnessed.training.validation import Validation
 from harnessed.training.valuing import Lesson, of_penalties, penalise, select_by_critic
 
 CURVE_EVERY = 10
@@ -97,7 +97,6 @@ class Trainer:
         self._rollouts = rollouts
         self._display = display
         self._all_tasks = train_tasks
-        self._held_out_tasks = held_out_tasks
         self._restarts = restarts
         self._lineages = lineages
         self._resumed = resumed
@@ -109,7 +108,12 @@ class Trainer:
         """How often the present batch was made again."""
         self._report = Report(folder, gateway, run, display.note, track)
         self._timeline = Timeline(folder)
-        self._checkpoints = Checkpoints(folder, keep=config.trainer.keep_checkpoints, keep_best=1, note=display.note)
+        self._checkpoints = Checkpoints(
+            folder, keep=config.trainer.keep_checkpoints, keep_best=config.trainer.keep_best, note=display.note
+        )
+        self._validation = Validation(
+            config, held_out_tasks, rollouts, self._report, self._checkpoints, self._timeline, display
+        )
         self._started = time.monotonic()
         self._clock = Clock()
         """Of the step under way."""
@@ -128,9 +132,9 @@ class Trainer:
         interrupted = False
         try:
             self._go_on()
-            self._before = self._before or self._evaluate("before")
+            self._before = self._before or self._validation.measure("before", self._backend.version, self._steps)
             self._train()
-            self._after = self._evaluate("after")
+            self._after = self._validation.measure("after", self._backend.version, self._steps)
         except KeyboardInterrupt:
             interrupted = True
             self._display.phase("stopping")
@@ -151,11 +155,12 @@ class Trainer:
             self._before = before_of(history)
             self._consumed = sorted(self._resumed.groups)
             self._book(self._flights.restore(self._resumed.groups, self._backend.version), Fate.GROUP_INCOMPLETE)
+            self._validation.restore()
         self._train_tasks = islice(self._all_tasks, self._flights.tasks, None)
 
     def _train(self) -> None:
         """Take the steps that are left."""
-        steps, every = self._config.trainer.steps, self._config.evaluation.every
+        steps = self._config.trainer.steps
         self._begin_step()
         while self._steps < steps:
             version, left = self._backend.version.number, steps - self._steps
@@ -163,16 +168,18 @@ class Trainer:
                 case Create(groups):
                     self._create(groups)
                 case schedule.Update(groups):
-                    if not self._is_fit(groups):
-                        continue
-                    self._step(self._flights.take(groups))
-                    if every and self._steps % every == 0 and self._steps < steps:
-                        self._evaluate(f"{self._steps}-steps-into")
-                    self._begin_step()
+                    if self._is_fit(groups):
+                        self._step(self._flights.take(groups))
+                        self._begin_step()
                 case Drop(groups, again):
                     self._book(self._flights.drop(groups, again=again), Fate.STALE)
                 case Wait(overdue):
                     self._wait(f"{len(overdue) or self._plan.groups_per_update} groups")
+            self._validation.look()
+        self._validation.finish()
+        # A run that was resumed may have begun more than its steps have taken.
+        rest = tuple(flight.group for flight in self._flights.all)
+        self._book(self._flights.drop(rest, again=False), Fate.GROUP_INCOMPLETE)
 
     def _is_fit(self, groups: tuple[str, ...]) -> bool:
         """Whether a batch can be trained. One of which too much failed is made again.
@@ -252,6 +259,8 @@ class Trainer:
             self._report.curve()
         if number % settings.checkpoint_every == 0 or number == settings.steps:
             self._checkpoint(number)
+        if self._validation.is_due(number) and number < settings.steps:
+            self._validation.run_in_between(self._backend.version, number, self._keep)
 
     def _top_up(self) -> None:
         """Where others run beside an update, those that take the place of its groups begin already."""
@@ -318,17 +327,6 @@ class Trainer:
                 self._engine(pause_engine(PAUSE_LIMIT_S))
             yield
 
-    def _evaluate(self, label: str) -> HeldOut:
-        self._display.phase(f"held-out tasks, {label} training")
-        began = time.monotonic()
-        settings, sampling = self._config.evaluation, self._config.sampling
-        with self._timeline.phase("evaluation", self._steps):
-            held_out = evaluate(self._rollouts, self._report, self._held_out_tasks, settings, sampling, label)
-        self._report.metrics(self._steps, of_held_out(held_out, time.monotonic() - began))
-        self._report.curve()
-        self._display.held_out(label, held_out)
-        return held_out
-
     def _checkpoint(self, number: int) -> None:
         self._display.phase("checkpoint")
         began = time.monotonic()
@@ -359,7 +357,8 @@ class Trainer:
         counters = [engine.sampled_tokens for engine in self._gateway(list_engines()) if engine.run == self._run]
         # An engine that was started again has counted from nothing.
         counted = self._config.engine.url is None and not self._restarts.get("engine") and not self._resumed
-        before, after, newest = self._before, self._after, self._checkpoints.newest()
+        before, after = self._before, self._after
+        newest, best = self._checkpoints.newest(), self._checkpoints.best()
         return Summary(
             held_out_before=before.success if before else None,
             held_out_after=after.success if after else None,
@@ -379,6 +378,9 @@ class Trainer:
             seed=self._config.run.seed,
             checkpoint=str(newest.relative_to(self._folder)) if newest else None,
             interrupted=interrupted,
+            interval_before=before.interval if before else None,
+            interval_after=after.interval if after else None,
+            best_checkpoint=str(best.relative_to(self._folder)) if best else None,
             resumed=self._resumed.times if self._resumed else 0,
         )
 
@@ -387,7 +389,17 @@ def before_of(history: list[dict[str, Any]]) -> HeldOut | None:
     """What the held-out tasks gave before the first step, in an earlier life of the run."""
     for line in history:
         if "held_out" in line:
-            return HeldOut(line["held_out"], line["held_out_greedy"], 0, line["held_out_unjudged"], "")
+            low, high = line["held_out_low"], line["held_out_high"]
+            return HeldOut(
+                success=line["held_out"],
+                interval=None if low is None else (low, high),
+                greedy=line["held_out_greedy"],
+                tasks=0,
+                rollouts=0,
+                unjudged=line["held_out_unjudged"],
+                complaint="",
+                versions=None,
+            )
     return None
 
 

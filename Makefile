@@ -99,9 +99,9 @@ benchmarks: $(SMOLLM2)/config.json
 	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2)
 	@$(VENV)/bin/python benchmarks/prefixes.py
 
-benchmarks-interrupting: $(SMOLLM2)/config.json
-	@echo "benchmarks-interrupting: how long an update waits for generations that it interrupts"
-	@$(VENV)/bin/python benchmarks/interrupting.py $(SMOLLM2) --tokens 100 --in-flight 1 16
+benchmarks-interrupting: $(INSTALLED) $(MODEL)/config.json
+	@echo "benchmarks-interrupting: how long an update waits for generations that it interrupts; about ten minutes"
+	@$(VENV)/bin/python benchmarks/interrupting.py $(MODEL)
 
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"

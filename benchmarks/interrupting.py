@@ -25,7 +25,6 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,8 @@ from harnessed.records import CloseMode, EngineSpec, GroupSpec, Limits, RunSpec,
 TOKENS, IN_FLIGHT = (100, 1000, 4000), (1, 16, 64, 256)
 BATCH = 64
 """Generations at once; more wait in the engine. It has one place more, for the probe."""
-TIMES = 3
+TIMES, STEPS = 3, 20
+"""Closings, and steps before each, which are measured."""
 ALLOWED_S = 0.05
 """Beside one decoding step."""
 LONGEST_FINISH = 100
@@ -155,9 +155,9 @@ class Probe:
                     self.times += [time.perf_counter()] * len(said["tokens"])
 
     def step_s(self, steps: int) -> float:
-        """Median time between the last tokens."""
-        times = self.times[-steps:]
-        return statistics.median(after - before for before, after in pairwise(times))
+        """Mean of the last ones: what comes late comes together, so that a median would be of nothing."""
+        times = self.times[-steps - 1 :]
+        return (times[-1] - times[0]) / (len(times) - 1)
 
 
 @asynccontextmanager
@@ -231,8 +231,8 @@ async def interrupted(house: House, n: int, tokens: int) -> Measured:
     found = Measured()
     async with growing(house, n, tokens, 2 * max(TOKENS) - 1000) as probe, house.client() as call:
         for _ in range(TIMES):
-            await _grown(probe, 20)
-            found.steps_s.append(probe.step_s(20))
+            await _grown(probe, STEPS)
+            found.steps_s.append(probe.step_s(STEPS))
             began = time.perf_counter()
             closed = await call(close_turnstile(RUN, OWNER, CloseMode.INTERRUPT))
             found.closed_s.append(time.perf_counter() - began)

@@ -27,7 +27,7 @@ class Done(Rollouts):
         self.rewards = iter(rewards)
 
     def collect(self, specs):
-        self.open = specs
+        self.open = {spec.id: spec for spec in specs}
         return [[one(f"{spec.id}.{index}", next(self.rewards)) for index in range(spec.n)] for spec in specs]
 
 
@@ -86,7 +86,7 @@ def test_success_is_the_mean_of_the_tasks_whatever_each_lost():
     assert (result.tasks, result.rollouts, result.unjudged) == (3, 6, 2)
     assert result.interval == pytest.approx((0.0945, 0.9055), abs=1e-3)  # Wilson, 1 of 2
     assert result.complaint.startswith("4 of 9 rollouts went wrong")
-    assert rollouts.open == []
+    assert rollouts.open == {}
     assert [(id, task, step) for id, task, _, step in books.fates][::2] == [
         ("r.held-out-1.12.0000.0", TASKS[0], None),
         ("r.held-out-1.12.0001.0", TASKS[1], None),

@@ -51,7 +51,7 @@ def test_updates_that_are_not_finite_are_counted_and_end_the_run_in_a_row():
     for skipped in (True, True, False, True, True):
         safety.skipped(skipped)
     assert safety.updates_skipped == 4
-    with pytest.raises(NotFinite, match="the last 3 updates were skipped .* look at logprob_difference_max"):
+    with pytest.raises(NotFinite, match=r"the last 3 updates were skipped .* look at logprob_difference_max"):
         safety.skipped(True)
     assert issubclass(NotFinite, RunFailed) and safety.updates_skipped == 5
 
@@ -129,7 +129,7 @@ def test_a_batch_is_made_again_so_often_and_then_the_run_ends():
     check_remade("it burns", 1, settings)
     with pytest.raises(TooManyFailed, match=r"also after it was made again \(2 of .*remake\), it burns$"):
         check_remade("it burns", 2, settings)
-    with pytest.raises(TooManyFailed, match="not fit to be trained: it burns$"):
+    with pytest.raises(TooManyFailed, match=r"not fit to be trained: it burns$"):
         check_remade("it burns", 0, Settings(remake=0))
 
 
@@ -185,7 +185,7 @@ def test_what_the_policy_may_have_caused_gets_more_batches():
 
 @pytest.mark.parametrize("one", [BAD, exits("no key", tokens=()), ended(Outcome.BUDGET, "too long", 0.0, tokens=())])
 def test_what_the_policy_has_no_part_in_ends_the_run_at_once(one):
-    with pytest.raises(AllAlike, match="^all 2 rollouts ended alike.*; nothing can be learnt"):
+    with pytest.raises(AllAlike, match=r"^all 2 rollouts ended alike.*; nothing can be learnt"):
         Alike(Settings()).check(batch([one, one]))
 
 

@@ -52,7 +52,7 @@ Step = tuple[list[Sample], list[Pack]]
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the end of the block: half of the books is no books."""
+    """Ctrl-C and SIGTERM wait until the end of the outermost of these blocks: half of the books is no books."""
     arrived: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
@@ -62,7 +62,7 @@ def uninterrupted() -> Iterator[None]:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     if arrived:
-        raise KeyboardInterrupt
+        signal.raise_signal(arrived[0])
 
 
 class Trainer:

@@ -214,3 +214,18 @@ def test_an_interruption_waits_for_the_end_of_the_outermost_block():
         done.append("step")
     assert done == ["books", "step"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_group_that_was_given_up_for_another_of_its_task_is_not_taken_up_again():
+    """Its trainer died before a checkpoint named it."""
+    trainer = trainer_of([BROKEN], steps=1, groups_per_step=1, group_size=2)
+    rollouts, first = trainer._rollouts, "r.train.000000"
+    rollouts.known, rollouts.cancel = lambda: list(rollouts.open.values()), lambda group: None
+    trainer._create(1)
+    trainer._wait("the group")
+    trainer._flights.drop((first,), again=True)
+    for consumed, goes_on in (([], [f"{first}-1"]), ([f"{first}-1"], [])):
+        later = Flights(rollouts, trainer._config, [Lineage(0, 0, 0)])
+        assert [group.spec.id for group in later.restore(consumed, Version(0, 0))] == [first]
+        assert [flight.group for flight in later.all] == goes_on
+        assert later.tasks == 1

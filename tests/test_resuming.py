@@ -59,6 +59,8 @@ def test_the_newest_run_of_the_name_is_found(tmp_path, monkeypatch):
     a_run(runs / "run-long-20280101-000000", id="run-long-1f2e3d", created=4.0)
     assert resuming.find(config()) == newest
     assert resuming.find(config(run={"folder": str(newest)})) == newest
+    first = a_run(runs / "first", created=5.0)  # where run.folder was set
+    assert resuming.find(config()) == first
     with pytest.raises(ConfigError, match=r"holds no run\.json"):
         resuming.find(config(run={"folder": str(runs)}))
 

@@ -363,8 +363,8 @@ class Schedule(Settings):
     takes the groups that are complete and holds the others' calls meanwhile. `async`: each has its own; calls are held
     while the new weights are copied."""
     groups_in_flight: int | None = Field(None, ge=1)
-    """Groups that run at once or wait for their update. None: `trainer.groups_per_step` for sync, else twice as
-    many."""
+    """Groups that run at once or wait for their update. None: `trainer.groups_per_step` for sync, else twice as many,
+    as far as `staleness` allows."""
     staleness: int = Field(2, ge=1)
     """Most updates between the oldest trained token of a rollout and the update that trains it. Kept by waiting: an
     update that would let a running group grow older does not start before that group is complete. For sync it is 0."""
@@ -451,8 +451,14 @@ class Trainer(Settings):
 
     @property
     def groups_in_flight(self) -> int:
-        usual = self.groups_per_step * (1 if self.schedule.kind == "sync" else 2)
-        return self.schedule.groups_in_flight or usual
+        return self.schedule.groups_in_flight or self.groups_per_step * min(2, self._updates_in_flight)
+
+    @property
+    def _updates_in_flight(self) -> int:
+        """Updates that may take the groups of one version."""
+        # With `async` the update during which they were created has its groups already.
+        staleness = self.schedule.staleness
+        return {"sync": 1, "collocated": staleness + 1, "async": staleness}[self.schedule.kind]
 
     @model_validator(mode="after")
     def _steps_take_whole_groups(self) -> "Trainer":
@@ -466,13 +472,11 @@ class Trainer(Settings):
     @model_validator(mode="after")
     def _keeps_its_bound(self) -> "Trainer":
         schedule, least = self.schedule, self.groups_per_step
-        # Groups of one version must fit into the updates that may take them. With `async` the update during which they
-        # were created has its groups already.
-        updates = {"sync": 1, "collocated": schedule.staleness + 1, "async": schedule.staleness}[schedule.kind]
-        if not least <= self.groups_in_flight <= least * updates:
+        most = least * self._updates_in_flight
+        if not least <= self.groups_in_flight <= most:
             raise ValueError(
                 f"trainer.schedule.groups_in_flight: {self.groups_in_flight} is not {least} (trainer.groups_per_step) "
-                f"to {least * updates}, which is what {schedule.kind} can train"
+                f"to {most}, which is what {schedule.kind} can train"
                 + (f" within staleness {schedule.staleness}" if schedule.kind != "sync" else " at once")
             )
         return self

@@ -77,11 +77,11 @@ def find(config: Config) -> Path:
             )
         return folder
     runs = Path.cwd() / "runs"
-    found = [path.parent for path in runs.glob(f"{name}-*/{RUN_FILE}")]
-    mine = [folder for folder in found if RunRecord.read(folder).id.rpartition("-")[0] == name]
+    records = {path.parent: RunRecord.read(path.parent) for path in runs.glob(f"*/{RUN_FILE}")}
+    mine = [folder for folder, record in records.items() if record.id.rpartition("-")[0] == name]
     if not mine:
         raise ConfigError(f"--resume: there is no run of the name {name} in {runs}: set run.folder, or begin one")
-    return max(mine, key=lambda folder: RunRecord.read(folder).created)
+    return max(mine, key=lambda folder: records[folder].created)
 
 
 def finished(folder: Path, steps: int) -> str:

@@ -33,7 +33,8 @@ class Display:
         self._phase_began = time.monotonic()
         self._metrics: dict[str, Any] = {}
         self._held_out = ""
-        self._began_steps: float | None = None
+        self._first: tuple[int, float] | None = None
+        """The first step of this process, and when it began: a run that goes on has taken others before."""
 
     def __enter__(self) -> Self:
         if self._live:
@@ -58,7 +59,7 @@ class Display:
 
     def step(self, number: int) -> None:
         self._step = number
-        self._began_steps = self._began_steps or time.monotonic()
+        self._first = self._first or (number, time.monotonic())
 
     def metrics(self, metrics: dict[str, Any], complaint: str) -> None:
         """The step is done."""
@@ -116,6 +117,8 @@ class Display:
         if summary.best_checkpoint is not None:
             self.note(f"best checkpoint by held-out success: {summary.best_checkpoint}")
         self.note(f"run folder: {folder}")
+        if summary.interrupted:
+            self.note(f"interrupted after step {summary.steps} of {self._steps}; --resume goes on with it")
 
     def _panel(self) -> RenderableType:
         counts = self._counts()
@@ -136,9 +139,10 @@ class Display:
         return Panel(table, title="harnessed", title_align="left", expand=False)
 
     def _left(self) -> str:
-        if not self._done or self._began_steps is None:
+        if not self._done or self._first is None:
             return "-"
-        seconds = (time.monotonic() - self._began_steps) / self._done * (self._steps - self._done)
+        first, began = self._first
+        seconds = (time.monotonic() - began) / (self._done - first + 1) * (self._steps - self._done)
         return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 

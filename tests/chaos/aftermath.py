@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from lives import DEMO, Lives, whole_lines
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from harnessed.browse.opening import opened
 from harnessed.gateway.lifecycle import list_groups
@@ -25,6 +26,7 @@ from harnessed.records import UNKNOWN_VERSION, Version
 from harnessed.training.lineages import Lineage, updates_between
 from harnessed.training.samples import Row, build
 
+logging.disable_progress_bar()
 STALENESS = 2
 ROWS = 6
 """That are computed again for each version of which the weights are there."""

@@ -18,7 +18,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo"
 SERVICES = ("gateway", "engine", "controller")
 LATEST_S = 8.0
 """After its step has begun, a kill comes at most."""
-FIRST_SHARE = 0.85
+SHARE = 0.85
 """Of the steps, within which all kills come."""
 LIMIT_S = 900
 
@@ -52,7 +52,7 @@ def kills(seed: int, count: int, steps: int) -> list[Kill]:
         six = [("trainer",), *((name,) for name in SERVICES), with_trainer, tuple(random.sample(SERVICES, 2))]
         random.shuffle(six)
         victims += six
-    part = FIRST_SHARE * steps / count
+    part = SHARE * steps / count
     for number in range(count):
         step = int((number + random.random()) * part)
         found.append(Kill(step, random.uniform(0, LATEST_S), victims[number]))
@@ -105,7 +105,7 @@ class Lives:
         while not condition():
             assert self.process.poll() in (None, 0), self.said()
             assert time.monotonic() < deadline, self.said()
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     def services(self) -> dict[str, int]:
         """Those of the present trainer, by name."""

@@ -264,7 +264,7 @@ def test_every_allowed_plan_comes_to_its_end_within_its_bounds(drawn):
     run = Simulated(trainer, ways, seed)
     try:
         run.run_all()
-        assert run._steps == trainer.steps and run._flights.all == [] or run.dropped
+        assert (run._steps == trainer.steps and run._flights.all == []) or run.dropped
     except ConfigError as error:
         assert "tasks.train gives" in str(error)
         # There was nothing left of which an update could have been made.

@@ -92,7 +92,7 @@ def decide(flights: Sequence[Flight], version: int, left: int, plan: Plan, *, en
     if ended and all(each.complete for each in flights):
         enough = len(taken) >= plan.groups_per_update
     if enough and not waited_for:
-        return Update(tuple(each.group for each in taken))
+        return Update(tuple(each.group for each in [*taken, *overdue]))
     asks = not ended or len(flights) < plan.groups_per_update
     if asks and (missing := to_create(flights, left, plan)):
         return Create(missing)

@@ -5,11 +5,14 @@ for the slowest of them. `collocated` and `async` have more in flight, and take 
 the update computes, which is nothing to decide here.
 
 The bound on staleness is kept by admission: an update moves everybody who stays behind one further from the policy, so
-it does not start before those are complete who would then be too old, and it takes them. With at most
-`groups_per_update * (staleness + 1)` groups in flight there are never more of them than an update takes.
+it starts only if the updates after it, each of `groups_per_update` groups and the oldest first, can still take all of
+them in time. Otherwise it waits for some of those who would come too late. With at most `groups_per_update *
+(staleness + 1)` groups in flight it never has to take more than `groups_per_update` for that. Only a run that was
+resumed may: it trains what it finds rather than to throw it away.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -35,7 +38,7 @@ class Plan:
     staleness: int
     """Most updates between the oldest token of a group and the update that takes it."""
     most_groups: int
-    """Of one update, those that do not count included."""
+    """With so many an update starts, those that do not count included."""
     remake: int = 0
     """How often a group is cancelled and made again rather than waited for."""
 
@@ -59,7 +62,7 @@ class Wait:
     """Until something changes."""
 
     overdue: tuple[str, ...] = ()
-    """Groups without which no update may start."""
+    """Groups that keep an update from starting: those, or as many older ones, have to be complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +76,25 @@ class Drop:
 Action = Create | Update | Wait | Drop
 
 
-def decide(
-    flights: Sequence[Flight], version: int, left: int, plan: Plan, *, admit: bool = True, ended: bool = False
-) -> Action:
+def decide(flights: Sequence[Flight], version: int, left: int, plan: Plan, *, ended: bool = False) -> Action:
     """`flights` in the order of their creation; `version`: number of the policy's; `left`: updates still to be taken.
 
-    `admit`: new groups may be made now. `ended`: there are no further tasks, so the last update takes what there is.
+    `ended`: there are no further tasks, so an update does without those that would take the place of others. Where not
+    even those in flight are enough for one, they are asked for all the same: whoever creates them knows what to say.
     """
     if late := [each for each in flights if _age(each, version) > plan.staleness]:
         return _drop(late, plan)
-    overdue = [each for each in flights if _age(each, version + 1) > plan.staleness]
+    taken = _taken(flights, plan)
+    overdue = _overdue(_without(flights, taken), version + 1, plan)
     waited_for = [each for each in overdue if not each.complete]
-    taken = _taken([each for each in flights if each.complete], overdue, plan)
-    enough = _enough(sum(each.counts for each in taken), len(taken), plan)
+    count = sum(each.counts for each in taken)
+    enough = count >= plan.groups_per_update or len(taken) >= plan.most_groups
     if ended and all(each.complete for each in flights):
-        enough = bool(taken)
+        enough = len(taken) >= plan.groups_per_update
     if enough and not waited_for:
-        return Update(tuple(each.group for each in taken))
-    if admit and not ended and (missing := to_create(flights, left, plan)):
+        return Update(tuple(each.group for each in [*taken, *overdue]))
+    asks = not ended or len(flights) < plan.groups_per_update
+    if asks and (missing := to_create(flights, left, plan)):
         return Create(missing)
     if enough and plan.remake:
         return _drop(waited_for, plan)
@@ -110,20 +114,30 @@ def _age(flight: Flight, version: int) -> int:
     return 0 if flight.since is None else version - flight.since
 
 
-def _taken(complete: list[Flight], overdue: list[Flight], plan: Plan) -> list[Flight]:
-    """The oldest first, until they are enough; whoever would be too old afterwards comes along."""
-    taken: list[Flight] = []
-    count = 0
-    must = {each.group for each in overdue}
-    for each in sorted(complete, key=lambda each: -1 if each.since is None else each.since):
-        if each.group in must or not _enough(count, len(taken), plan):
-            taken.append(each)
-            count += each.counts
-    return taken
+def _oldest_first(flights: Iterable[Flight]) -> list[Flight]:
+    """Complete ones without a token before all others; those that have not begun after them."""
+    return sorted(flights, key=lambda each: (-1 if each.complete else math.inf) if each.since is None else each.since)
 
 
-def _enough(count: int, groups: int, plan: Plan) -> bool:
-    return count >= plan.groups_per_update or groups >= plan.most_groups
+def _taken(flights: Sequence[Flight], plan: Plan) -> list[Flight]:
+    """Of the complete ones, so many of the oldest as count. Those that do not are done with anyway."""
+    complete = _oldest_first(each for each in flights if each.complete)
+    counting = [each for each in complete if each.counts]
+    return [*counting[: plan.groups_per_update], *(each for each in complete if not each.counts)]
+
+
+def _without(flights: Sequence[Flight], taken: list[Flight]) -> list[Flight]:
+    gone = {each.group for each in taken}
+    return [each for each in flights if each.group not in gone]
+
+
+def _overdue(rest: list[Flight], version: int, plan: Plan) -> list[Flight]:
+    """Who would be too old when its turn comes, if updates took these from `version` on."""
+    return [
+        each
+        for place, each in enumerate(_oldest_first(rest))
+        if _age(each, version + place // plan.groups_per_update) > plan.staleness
+    ]
 
 
 def _drop(late: list[Flight], plan: Plan) -> Drop:

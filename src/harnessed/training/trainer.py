@@ -167,7 +167,7 @@ class Trainer:
             version, left = self._backend.version.number, steps - self._steps
             match decide(self._flights.all, version, left, self._plan, ended=self._tasks_ended):
                 case Create(groups):
-                    self._create(groups)
+                    self._create(groups, least=max(0, self._plan.groups_per_update - len(self._flights.all)))
                 case schedule.Update(groups):
                     if self._is_fit(groups):
                         self._step(self._flights.take(groups))
@@ -216,9 +216,8 @@ class Trainer:
         self._display.step(self._steps + 1)
         self._display.phase("rollouts")
 
-    def _create(self, groups: int) -> None:
-        """Begin groups with the next tasks. Raises ConfigError if there are fewer than an update takes."""
-        least = max(0, self._plan.groups_per_update - len(self._flights.all))
+    def _create(self, groups: int, *, least: int = 0) -> None:
+        """Begin groups with the next tasks. Raises ConfigError if there are fewer than `least`."""
         tasks = take(self._train_tasks, groups, "tasks.train", least=least)
         self._tasks_ended = len(tasks) < groups
         self._flights.create(tasks)
@@ -265,7 +264,7 @@ class Trainer:
 
     def _top_up(self) -> None:
         """Where others run beside an update, those that take the place of its groups begin already."""
-        if self._config.trainer.schedule.kind != "sync":
+        if self._config.trainer.schedule.kind != "sync" and not self._tasks_ended:
             left = self._config.trainer.steps - self._steps - 1
             if missing := to_create(self._flights.all, left, self._plan):
                 self._create(missing)

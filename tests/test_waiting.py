@@ -60,7 +60,7 @@ BUSY = run(queued=40, running=16, in_flight=3, queued_since=ago(300), running_si
 CALLS = [call("engine e", 812, "g.0"), call("engine e", 30, "g.1"), call("engine e", 10, "g.1")]
 LINES = {
     "generations that run, a full controller, agents at work": (
-        status(BUSY, waiting=CALLS, engines=[engine(in_flight=3)], controllers=[controller(16, judging=2)]),
+        status(BUSY, waiting=CALLS, engines=[engine(in_flight=3, running=9)], controllers=[controller(16, judging=2)]),
         "engine: 3 generations running, longest 812 s; controller: 40 queued, longest 300 s, 16 of 16 slots busy; "
         "agents: 16 running, longest 1200 s, 14 without a call, evaluator: 2 at work",
     ),
@@ -114,6 +114,17 @@ LINES = {
             controllers=[controller(2, "a"), controller(0, "b", left_s=-45), controller(1, "d", slots=0)],
         ),
         "controller b gone, its lease is over for 45 s; 2 controllers: 8 queued, 3 attempts running; engine idle",
+    ),
+    "a gone owner and no controller stand still, an engine of two only holds": (
+        status(
+            run(queued=8),
+            turnstiles=[turnstile(left_s=-60)],
+            engines=[engine("a", healthy=False, since=ago(4)), engine("b")],
+            controllers=[],
+        ),
+        "turnstile closed for 90 s by trainer of r, whose lease is over for 60 s; "
+        "no controller claims anything for run r: start one (8 queued); "
+        "engine a not healthy for 4 s: it does not say why; engine idle",
     ),
     "no engine": (
         status(run(queued=8), engines=[engine(of="another run")], controllers=[controller(0)]),

@@ -79,13 +79,13 @@ def test_groups_say_which_version_they_began_with_and_draw_as_all_others_of_the_
 
 
 def test_success_is_the_mean_of_the_tasks_whatever_each_lost():
-    rollouts, books = Done([1, 1, None, None, 0, 0, None, None, 0.5]), Books()
+    rollouts, books = Done([1, 1, None, None, 0, None, None, None, 0.5]), Books()
     settings = Evaluation(samples=2, greedy_tasks=3)
     result = evaluate(rollouts, books, TASKS, settings, TRAINING, LABEL)
     assert (result.success, result.greedy) == (0.5, 0.5)
-    assert (result.tasks, result.rollouts, result.unjudged) == (3, 6, 2)
+    assert (result.tasks, result.rollouts, result.unjudged) == (3, 6, 3)
     assert result.interval == pytest.approx((0.0945, 0.9055), abs=1e-3)  # Wilson, 1 of 2
-    assert result.complaint.startswith("4 of 9 rollouts went wrong")
+    assert result.complaint.startswith("5 of 9 rollouts went wrong")
     assert rollouts.open == {}
     assert [(id, task, step) for id, task, _, step in books.fates][::2] == [
         ("r.held-out-1.12.0000.0", TASKS[0], None),

@@ -1,5 +1,6 @@
 """The trainer's own order of things, with a backend that only looks."""
 
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from harnessed.training.metrics import Clock, of_groups, of_taken
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.samples import build
 from harnessed.training.selection import select
-from harnessed.training.trainer import Trainer, plan
+from harnessed.training.trainer import Trainer, plan, uninterrupted
 
 STEPS = [([], [])]
 """The backends here do not look at it."""
@@ -201,3 +202,30 @@ def test_an_engine_that_serves_what_the_trainer_has_not_written_ends_the_run():
     trainer._rollouts.version = lambda: Version(0, 0)
     with pytest.raises(WrongVersion, match=r"group r\.train\.000002 with weights of 1 updates ago"):
         trainer._train()
+
+
+def test_an_interruption_waits_for_the_end_of_the_outermost_block():
+    """Steps are counted after the books of their groups, which are such a block as well."""
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("books")
+        done.append("step")
+    assert done == ["books", "step"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_group_that_was_given_up_for_another_of_its_task_is_not_taken_up_again():
+    """Its trainer died before a checkpoint named it."""
+    trainer = trainer_of([BROKEN], steps=1, groups_per_step=1, group_size=2)
+    rollouts, first = trainer._rollouts, "r.train.000000"
+    rollouts.known, rollouts.cancel = lambda: list(rollouts.open.values()), lambda group: None
+    trainer._create(1)
+    trainer._wait("the group")
+    trainer._flights.drop((first,), again=True)
+    for consumed, goes_on in (([], [f"{first}-1"]), ([f"{first}-1"], [])):
+        later = Flights(rollouts, trainer._config, [Lineage(0, 0, 0)])
+        assert [group.spec.id for group in later.restore(consumed, Version(0, 0))] == [first]
+        assert [flight.group for flight in later.all] == goes_on
+        assert later.tasks == 1

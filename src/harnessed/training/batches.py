@@ -85,7 +85,7 @@ def _rollouts(groups: Sequence[Group]) -> list[Rollout]:
 
 def _shape(rollout: Rollout) -> str:
     """Its reason without what differs between rollouts that fail in the same way."""
-    return re.sub(r"\S*[\d/]\S*", "#", rollout.reason.replace(rollout.id, "#").replace(rollout.group, "#"))
+    return re.sub(r"\S*[\d/]\S*", "#", rollout.reason)
 
 
 def _said(reason: str) -> str:

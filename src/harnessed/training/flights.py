@@ -55,6 +55,7 @@ class Flights:
         """Take up what an earlier life of the run has begun, but for what it has consumed.
 
         Groups that it cancelled while it ended are begun anew; what was recorded of them is returned, for the books.
+        So is what it had given up for another group of the same task, which goes on in its place.
         """
         found = [spec for spec in self._rollouts.known() if spec.purpose == Purpose.TRAIN]
         known = {spec.id for spec in found}
@@ -66,10 +67,10 @@ class Flights:
                 continue
             group = self._read(spec)
             open_ = _Open(Flight(spec.id, remade=remade), spec, inherited=True)
-            if any(each.rollout.outcome == Outcome.CANCELLED for each in group.transcripts):
-                cancelled.append(group)
+            again = self._again(open_)
+            if again.id in known or any(each.rollout.outcome == Outcome.CANCELLED for each in group.transcripts):
                 self._rollouts.cancel(spec.id)  # it may have been killed in the middle of this
-                again = self._again(open_)
+                cancelled.append(self._read(spec))
                 if again.id not in known:
                     self._begin([again], remade + 1)
                 continue

@@ -52,7 +52,7 @@ Step = tuple[list[Sample], list[Pack]]
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the end of the block: half of the books is no books."""
+    """Ctrl-C and SIGTERM wait until the end of the outermost of these blocks: half of the books is no books."""
     arrived: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
@@ -62,7 +62,7 @@ def uninterrupted() -> Iterator[None]:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     if arrived:
-        raise KeyboardInterrupt
+        signal.raise_signal(arrived[0])
 
 
 class Trainer:
@@ -117,8 +117,8 @@ class Trainer:
         self._started = time.monotonic()
         self._clock = Clock()
         """Of the step under way."""
-        self._consumed: list[str] = []
-        """Groups that are in the books."""
+        self._consumed: dict[str, int] = {}
+        """Groups that are in the books -> the step of these."""
         self._steps = backend.step
         self._saved = backend.step
         """Step of the last checkpoint."""
@@ -128,18 +128,19 @@ class Trainer:
         self._after: HeldOut | None = None
 
     def run(self) -> Summary:
-        """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
+        """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written; one
+        that comes before it has gone on leaves all as it was."""
         interrupted = False
+        self._go_on()
         try:
-            self._go_on()
             self._before = self._before or self._validation.measure("before", self._backend.version, self._steps)
             self._train()
             self._after = self._validation.measure("after", self._backend.version, self._steps)
         except KeyboardInterrupt:
             interrupted = True
             self._display.phase("stopping")
+            self._keep()  # first: a gateway that is gone ends the rest
             self._give_up()
-            self._keep()
         except Exception:  # whatever ends the run: what it has learnt stays
             self._keep()
             raise
@@ -153,7 +154,7 @@ class Trainer:
             history = self._report.resume(self._steps)
             self._safety.replay(history)
             self._before = before_of(history)
-            self._consumed = sorted(self._resumed.groups)
+            self._consumed = dict.fromkeys(sorted(self._resumed.groups), self._steps)
             self._book(self._flights.restore(self._resumed.groups, self._backend.version), Fate.GROUP_INCOMPLETE)
             self._validation.restore()
         self._train_tasks = islice(self._all_tasks, self._flights.tasks, None)
@@ -273,7 +274,7 @@ class Trainer:
         """Close the books of groups with the step under way; `fate`: they are not trained, for this reason."""
         with uninterrupted():
             for group in groups:
-                self._consumed.append(group.spec.id)
+                self._consumed[group.spec.id] = self._steps + 1
                 for transcript, sample in zip(group.transcripts, group.samples, strict=True):
                     if fate:
                         sample.give_up(fate)
@@ -341,7 +342,9 @@ class Trainer:
 
     def _save(self, number: int) -> None:
         version, tasks = list(self._backend.version), self._flights.tasks
-        notes = {"step": number, "version": version, "tasks": tasks, "groups": self._consumed}
+        # What was given up since has its books in the step under way, and those end with this life.
+        groups = [group for group, step in self._consumed.items() if step <= number]
+        notes = {"step": number, "version": version, "tasks": tasks, "groups": groups}
         self._checkpoints.save(number, lambda folder: self._backend.save(folder, notes))
         self._saved = number
 

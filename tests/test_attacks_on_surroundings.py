@@ -354,6 +354,14 @@ def test_status_of_what_is_no_gateway_is_one_line():
     assert result.returncode == 1
 
 
+def test_status_of_a_run_that_has_ended_says_what_can_be_done(tmp_path):
+    (tmp_path / "gateway.url").write_text("http://127.0.0.1:1")
+    (tmp_path / "admin.key").write_text("sk-hd.admin.x.y")
+    result = run("status", str(tmp_path))
+    assert result.returncode == 1
+    assert f"if the run in {tmp_path} has ended, `harnessed rollouts list {tmp_path}`" in result.stderr
+
+
 def test_an_address_that_is_none_is_one_line():
     """`--url` is not looked at: an address that httpx cannot read is a traceback, as is a wrong `--watch`."""
     for arguments in (["--url", "http://[gateway"], ["--url", "http://gateway:port"]):

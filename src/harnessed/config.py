@@ -428,12 +428,12 @@ class Trainer(Settings):
     """Set (`{}` for what follows): only adapters are trained. The engine serves the sum of weights and adapters; the
     learning rate that suits is ten times higher or more."""
     checkpoint_every: int = Field(10, ge=1)
-    """Steps. The last step is always kept."""
+    """Steps. One is written after the last step as well, and whenever held-out tasks are run in between."""
     keep_checkpoints: int = Field(3, ge=1)
     """So many of the last ones."""
     keep_best: int = Field(1, ge=0)
-    """So many of those with the highest held-out success, beside the last ones. A checkpoint has one if the held-out
-    tasks were run at its step: `evaluation.every` should be a multiple of `checkpoint_every`."""
+    """So many of those with the highest held-out success, beside the last ones; set `evaluation.every` to have more
+    than the last one to choose from."""
     resume_from: ConfigPath | None = None
     """A checkpoint folder of another run: this one goes on from its weights, its optimiser and its step. policy.model
     stays what it was."""

@@ -1,11 +1,13 @@
 """What people see of a run while it goes on, and at its end."""
 
 import io
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from harnessed.records import Outcome, State
 from harnessed.training import display as module
 from harnessed.training.display import Display
 from harnessed.training.report import Summary
@@ -53,6 +55,14 @@ def test_the_time_that_is_left_counts_the_steps_of_this_life(monkeypatch, first)
     lines = console.file.getvalue().splitlines()
     assert lines[0].endswith("left 30 s")
     assert lines[1].endswith("left 20 s")
+
+
+def test_rollouts_that_were_cancelled_have_not_failed():
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    counts = Counter({State.RUNNING: 4, Outcome.OK: 3, Outcome.BUDGET: 1, Outcome.CANCELLED: 68})
+    with Display(7, lambda: counts, console) as display:
+        display.tick()
+    assert "4 running, 4 finished, 1 of them failed" in console.file.getvalue()
 
 
 def test_a_run_that_was_interrupted_says_how_it_goes_on():

@@ -44,7 +44,10 @@ def status(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{url} is no address: {error}; the gateway's is http://HOST:PORT") from None
     with Client(url, key) as gateway:
         if arguments.watch is None:
-            page, ready = _look(gateway)
+            try:
+                page, ready = _look(gateway)
+            except Unreachable as error:
+                raise Unreachable(f"{error}{_of_a_run(arguments.where)}") from error
             _console().print(page)
             return 0 if ready else 1
         with Live(console=_console(), auto_refresh=False) as live:
@@ -80,6 +83,16 @@ def _gateway(arguments: argparse.Namespace) -> tuple[str, str]:
         url = (folder / URL_FILE).read_text(encoding="utf-8")
     key_file = folder / ADMIN_KEY_FILE
     return url, key_file.read_text(encoding="utf-8") if key_file.is_file() else admin_key()
+
+
+def _of_a_run(where: Path | None) -> str:
+    """What to do where no gateway answers: the run in that folder may have ended, and its gateway with it."""
+    if where is None or not where.is_dir():
+        return ""
+    return (
+        f"; if the run in {where} has ended, `harnessed rollouts list {where}` looks into it, and `harnessed train "
+        f"CONFIG run.folder={where} --resume` goes on with it"
+    )
 
 
 def _look(gateway: Client) -> tuple[RenderableType, bool]:

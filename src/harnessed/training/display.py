@@ -16,7 +16,7 @@ from harnessed.records import Outcome, State
 from harnessed.training.interval import Interval
 from harnessed.training.report import HeldOut, Summary
 
-_FAILED = frozenset(Outcome) - {Outcome.OK}
+_FAILED = frozenset(Outcome) - {Outcome.OK, Outcome.CANCELLED}
 
 
 class Display:

@@ -72,7 +72,7 @@ class Validation:
         self._checkpoints.await_score(step)
         save()
         if not self._settings.beside:
-            self.measure(f"{step}-steps-into", version, step)
+            self.measure(f"after {step} steps of", version, step)
             return
         self._step, self._began = step, time.monotonic()
         self._pending = specs(
@@ -94,7 +94,7 @@ class Validation:
             transcripts = self._rollouts.collect(groups)
         book(self._report, groups, transcripts)
         self._rollouts.close([spec.id for spec in groups])
-        self._tell(judge(groups, transcripts, self._settings.confidence), f"{self._step}-steps-into")
+        self._tell(judge(groups, transcripts, self._settings.confidence), f"after {self._step} steps of")
 
     def _tell(self, result: HeldOut, when: str) -> None:
         self._checkpoints.scored(self._step, result.success)

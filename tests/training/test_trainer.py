@@ -229,3 +229,15 @@ def test_a_group_that_was_given_up_for_another_of_its_task_is_not_taken_up_again
         assert [group.spec.id for group in later.restore(consumed, Version(0, 0))] == [first]
         assert [flight.group for flight in later.all] == goes_on
         assert later.tasks == 1
+
+
+def test_tasks_count_as_begun_when_their_groups_exist():
+    """A checkpoint says how many were."""
+    trainer = trainer_of([GOOD] * 2, steps=1, groups_per_step=1, group_size=2)
+    create, trainer._rollouts.create = trainer._rollouts.create, lambda specs: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer._create(1)
+    assert trainer._flights.tasks == 0
+    trainer._rollouts.create = create
+    trainer._create(1)
+    assert trainer._flights.tasks == 1

@@ -165,9 +165,11 @@ class Trainer:
         self._begin_step()
         while self._steps < steps:
             version, left = self._backend.version.number, steps - self._steps
-            match decide(self._flights.all, version, left, self._plan, ended=self._tasks_ended):
+            # With nothing in flight either there is only to say that the tasks have ended.
+            ended = self._tasks_ended and bool(self._flights.all)
+            match decide(self._flights.all, version, left, self._plan, ended=ended):
                 case Create(groups):
-                    self._create(groups)
+                    self._create(groups, least=max(0, self._plan.groups_per_update - len(self._flights.all)))
                 case schedule.Update(groups):
                     if self._is_fit(groups):
                         self._step(self._flights.take(groups))
@@ -216,9 +218,8 @@ class Trainer:
         self._display.step(self._steps + 1)
         self._display.phase("rollouts")
 
-    def _create(self, groups: int) -> None:
-        """Begin groups with the next tasks. Raises ConfigError if there are fewer than an update takes."""
-        least = max(0, self._plan.groups_per_update - len(self._flights.all))
+    def _create(self, groups: int, *, least: int) -> None:
+        """Begin groups with the next tasks. Raises ConfigError if there are fewer than `least`."""
         tasks = take(self._train_tasks, groups, "tasks.train", least=least)
         self._tasks_ended = len(tasks) < groups
         self._flights.create(tasks)
@@ -264,11 +265,12 @@ class Trainer:
             self._validation.run_in_between(self._backend.version, number, self._keep)
 
     def _top_up(self) -> None:
-        """Where others run beside an update, those that take the place of its groups begin already."""
+        """Where others run beside an update, those that take the place of its groups begin already, as far as there
+        are tasks: what the update takes is trained in any case."""
         if self._config.trainer.schedule.kind != "sync":
             left = self._config.trainer.steps - self._steps - 1
             if missing := to_create(self._flights.all, left, self._plan):
-                self._create(missing)
+                self._create(missing, least=0)
 
     def _book(self, groups: list[Group], fate: Fate | None = None) -> None:
         """Close the books of groups with the step under way; `fate`: they are not trained, for this reason."""

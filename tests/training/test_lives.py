@@ -1,14 +1,12 @@
-"""Runs that are killed, interrupted and out of disk at seeded random moments, and resumed each time: their books balance
-and nothing is trained twice. The rollouts are played; trainer, books and checkpoints are real."""
+"""Runs that are killed, interrupted and out of disk at seeded random moments, and resumed each time: books balance
+balance and nothing is trained twice. The rollouts are played; trainer, books and checkpoints are real."""
 
 import json
 import random
 import signal
 from collections import Counter
-from contextlib import nullcontext
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -24,7 +22,6 @@ from harnessed.training.failures import CannotWrite, RunFailed
 from harnessed.training.lineages import age_of, go_on, next_version
 from harnessed.training.report import Report
 from harnessed.training.rollouts import Rollouts
-from harnessed.training.samples import build
 from harnessed.training.trainer import Trainer
 
 STEPS, STALENESS = 9, 2

@@ -221,7 +221,7 @@ def test_a_group_that_was_given_up_for_another_of_its_task_is_not_taken_up_again
     trainer = trainer_of([BROKEN], steps=1, groups_per_step=1, group_size=2)
     rollouts, first = trainer._rollouts, "r.train.000000"
     rollouts.known, rollouts.cancel = lambda: list(rollouts.open.values()), lambda group: None
-    trainer._create(1)
+    trainer._create(1, least=0)
     trainer._wait("the group")
     trainer._flights.drop((first,), again=True)
     for consumed, goes_on in (([], [f"{first}-1"]), ([f"{first}-1"], [])):
@@ -229,3 +229,42 @@ def test_a_group_that_was_given_up_for_another_of_its_task_is_not_taken_up_again
         assert [group.spec.id for group in later.restore(consumed, Version(0, 0))] == [first]
         assert [flight.group for flight in later.all] == goes_on
         assert later.tasks == 1
+
+
+def test_tasks_count_as_begun_when_their_groups_exist():
+    """A checkpoint says how many were."""
+    trainer = trainer_of([GOOD] * 2, steps=1, groups_per_step=1, group_size=2)
+    create, trainer._rollouts.create = trainer._rollouts.create, lambda specs: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        trainer._create(1, least=0)
+    assert trainer._flights.tasks == 0
+    trainer._rollouts.create = create
+    trainer._create(1, least=0)
+    assert trainer._flights.tasks == 1
+
+
+@pytest.mark.parametrize("schedule", [{"kind": "sync"}, {"kind": "collocated"}], ids=lambda each: each["kind"])
+@pytest.mark.parametrize("refill", [0, 1])
+@pytest.mark.parametrize(
+    ("tasks", "steps"), [([GOOD] * 4, 2), ([GOOD, EQUAL] * 2, 2), ([GOOD, GOOD, GOOD, EQUAL, EQUAL], 2)]
+)
+def test_all_tasks_are_trained_before_their_end_is_told(tasks, steps, refill, schedule):
+    """Also where groups begin beside an update."""
+    advantage = Advantage(refill=refill)
+    trainer = trainer_of(tasks, steps=9, groups_per_step=2, group_size=2, schedule=schedule, advantage=advantage)
+    step = trainer._step
+
+    def step_and_top_up(groups):
+        trainer._top_up()
+        step(groups)
+
+    def wait(what):
+        assert trainer._flights.all, "it waits for nothing"
+        Played.wait(trainer._rollouts, what)
+
+    trainer._step, trainer._rollouts.wait = step_and_top_up, wait
+    with pytest.raises(ConfigError, match=r"tasks\.train gives \d tasks where 2 are needed"):
+        trainer._train()
+    taken = [group.spec.task["number"] for groups in trainer.taken for group in groups]
+    assert sorted(taken) == list(range(len(taken)))
+    assert len(tasks) - len(taken) < 2

@@ -48,8 +48,8 @@ class Flights:
     def create(self, tasks: list[Task]) -> None:
         """Begin a group for each of the next tasks."""
         specs = [self._spec(number, task) for number, task in enumerate(tasks, self.tasks)]
-        self.tasks += len(tasks)
         self._begin(specs, remade=0)
+        self.tasks += len(tasks)  # when they exist: an interrupted run goes on with those that do not
 
     def restore(self, consumed: Collection[str], current: Version) -> list[Group]:
         """Take up what an earlier life of the run has begun, but for what it has consumed.

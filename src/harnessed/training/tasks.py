@@ -30,9 +30,9 @@ def stream(source: str, base: Path, seed: int, *, shuffle: bool) -> Iterator[Tas
 def take(tasks: Iterator[Task], n: int, setting: str, *, least: int | None = None) -> list[Task]:
     """The next n tasks, or `least` where the source ends. Raises ConfigError when it ends before that, or yields
     something else."""
-    taken = list(itertools.islice(tasks, n))
-    if len(taken) < (n if least is None else least):
-        raise ConfigError(f"{setting} gives {len(taken)} tasks where {n} are needed")
+    taken, needed = list(itertools.islice(tasks, n)), n if least is None else least
+    if len(taken) < needed:
+        raise ConfigError(f"{setting} gives {len(taken)} tasks where {needed} are needed")
     for task in taken:
         if not isinstance(task, dict):
             raise ConfigError(f"{setting} gives {type(task).__name__} {str(task)[:60]!r}; a task is a mapping")

@@ -165,7 +165,9 @@ class Trainer:
         self._begin_step()
         while self._steps < steps:
             version, left = self._backend.version.number, steps - self._steps
-            match decide(self._flights.all, version, left, self._plan, ended=self._tasks_ended):
+            # With nothing in flight either there is only to say that the tasks have ended.
+            ended = self._tasks_ended and bool(self._flights.all)
+            match decide(self._flights.all, version, left, self._plan, ended=ended):
                 case Create(groups):
                     self._create(groups, least=max(0, self._plan.groups_per_update - len(self._flights.all)))
                 case schedule.Update(groups):
@@ -267,7 +269,7 @@ class Trainer:
         if self._config.trainer.schedule.kind != "sync" and not self._tasks_ended:
             left = self._config.trainer.steps - self._steps - 1
             if missing := to_create(self._flights.all, left, self._plan):
-                self._create(missing)
+                self._create(missing, least=0)
 
     def _book(self, groups: list[Group], fate: Fate | None = None) -> None:
         """Close the books of groups with the step under way; `fate`: they are not trained, for this reason."""

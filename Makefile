@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: ablation chaos benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
+.PHONY: ablation chaos benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 staleness trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -24,6 +24,10 @@ test: $(INSTALLED) families trackers $(SMOLLM2)/config.json
 chaos: $(INSTALLED)
 	@echo "chaos: 2,000 calls while gateways and the engine are killed, on SQLite and on PostgreSQL; about three minutes"
 	@$(VENV)/bin/pytest tests/chaos -n 2 --dist load -rs -s
+
+staleness: $(INSTALLED)
+	@echo "staleness: 200 updates with rollouts in flight over them, and what the store says of their versions; three minutes"
+	@HARNESSED_UPDATES=200 $(VENV)/bin/pytest tests/endtoend/test_staleness.py
 
 smollm2: $(SMOLLM2)/config.json
 

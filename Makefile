@@ -11,7 +11,11 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
+<<<<<<< HEAD
 .PHONY: ablation chaos chaos-training benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
+=======
+.PHONY: ablation chaos benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 staleness trackers
+>>>>>>> w-schedule
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -30,6 +34,10 @@ chaos: $(INSTALLED) $(MODEL)/config.json
 chaos-training: $(INSTALLED) $(MODEL)/config.json
 	@echo "chaos-training: the demo, whose processes are killed 12 times in 30 updates; about seven minutes"
 	@HARNESSED_CHAOS=full $(VENV)/bin/pytest tests/chaos/test_training.py -rs -s
+
+staleness: $(INSTALLED)
+	@echo "staleness: 200 updates with rollouts in flight over them, and what the store says of their versions; three minutes"
+	@HARNESSED_UPDATES=200 $(VENV)/bin/pytest tests/endtoend/test_staleness.py
 
 smollm2: $(SMOLLM2)/config.json
 

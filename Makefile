@@ -11,11 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-<<<<<<< HEAD
-.PHONY: ablation chaos chaos-training benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
-=======
-.PHONY: ablation chaos benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 staleness trackers
->>>>>>> w-schedule
+.PHONY: ablation benchmarks benchmarks-interrupting benchmarks-memory benchmarks-schedules chaos chaos-training check demo docs families format harnesses harnesses-long install peers smollm2 staleness test trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"

@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: ablation chaos benchmarks benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
+.PHONY: ablation chaos chaos-training benchmarks benchmarks-interrupting benchmarks-memory demo families harnesses harnesses-long test check format docs install peers smollm2 trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -21,9 +21,15 @@ test: $(INSTALLED) families trackers $(SMOLLM2)/config.json
 	@echo "test: runs the whole test suite with real processes and servers; about eight minutes on two cores"
 	@$(VENV)/bin/pytest -n 3 --dist loadfile --no-loadscope-reorder --ignore tests/harnesses --ignore tests/chaos --ignore tests/peers -rs
 
-chaos: $(INSTALLED)
-	@echo "chaos: 2,000 calls while gateways and the engine are killed, on SQLite and on PostgreSQL; about three minutes"
-	@$(VENV)/bin/pytest tests/chaos -n 2 --dist load -rs -s
+chaos: $(INSTALLED) $(MODEL)/config.json
+	@echo "chaos: 2,000 calls while gateways and the engine are killed, on SQLite and on PostgreSQL; then a training whose"
+	@echo "chaos: processes are killed 6 times in 10 updates; about six minutes"
+	@$(VENV)/bin/pytest tests/chaos/test_chaos.py -n 2 --dist load -rs -s
+	@$(VENV)/bin/pytest tests/chaos/test_training.py -rs -s
+
+chaos-training: $(INSTALLED) $(MODEL)/config.json
+	@echo "chaos-training: the demo, whose processes are killed 12 times in 30 updates; about seven minutes"
+	@HARNESSED_CHAOS=full $(VENV)/bin/pytest tests/chaos/test_training.py -rs -s
 
 smollm2: $(SMOLLM2)/config.json
 
@@ -98,6 +104,10 @@ benchmarks: $(SMOLLM2)/config.json
 	@$(VENV)/bin/python benchmarks/transcripts.py $(SMOLLM2)
 	@$(VENV)/bin/python benchmarks/gateway.py $(SMOLLM2)
 	@$(VENV)/bin/python benchmarks/prefixes.py
+
+benchmarks-interrupting: $(INSTALLED) $(MODEL)/config.json
+	@echo "benchmarks-interrupting: how long an update waits for generations that it interrupts; about ten minutes"
+	@$(VENV)/bin/python benchmarks/interrupting.py $(MODEL)
 
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"

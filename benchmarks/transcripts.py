@@ -146,7 +146,7 @@ async def stored(template: ChatTemplate, folder: Path) -> list[Figure]:
                 c, ("g.0", 1), recording.Admitted(n.call, "", b"", 0, 0.0), Turn([], [], "m")
             )
         )
-        await store.write(lambda c, n=node: recording.record_answers(c, ("g.0", 1), [n], [], "", 0.0))
+        await store.write(lambda c, n=node: recording.record_answers(c, ("g.0", 1), [n], [], "", 0.0, b""))
     read = []
     for _ in range(5):
         started = time.perf_counter()

@@ -93,8 +93,8 @@ class Upstream:
         }
         return Response(orjson.dumps(answer), media_type="application/json")
 
-    async def interrupt(self, _: Request) -> Response:
-        return Response(b'{"found": true}', media_type="application/json")
+    async def interrupt(self, request: Request) -> Response:
+        return Response(orjson.dumps({"found": orjson.loads(await request.body())["ids"]}))
 
     async def health(self, _: Request) -> Response:
         return Response(orjson.dumps({"status": "ok", "reason": "", "sampled_tokens": 0, "version": 0}))

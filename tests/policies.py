@@ -44,8 +44,9 @@ def make_policy(folder: Path, template: str = TEMPLATE, merges: tuple[tuple[str,
     return folder
 
 
-def add_model(folder: Path, seed: int = 0, hidden: int = 32) -> Path:
-    """Put a random Qwen3 of two layers into the folder."""
+def add_model(folder: Path, seed: int = 0, hidden: int = 32, spread: float = 0.02) -> Path:
+    """Put a random Qwen3 of two layers into the folder; `spread` of its weights: with 0.3 some tokens are far likelier
+    than others."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -62,6 +63,7 @@ def add_model(folder: Path, seed: int = 0, hidden: int = 32) -> Path:
         tie_word_embeddings=True,
         eos_token_id=258,
         pad_token_id=256,
+        initializer_range=spread,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

@@ -75,6 +75,7 @@ class Logged:
     top_p: float = 1.0
     stream: bool = False
     id: str = ""
+    begun: int = 0
     messages: list[dict[str, Any]] = field(default_factory=list)
     """In chat, with `tools`."""
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -241,11 +242,11 @@ class ScriptedEngine:
         await self._until(lambda: not self.hung)
         if not self.interruptible:
             return _error(404, "no_such_route", "POST /interrupt")
-        id = (await request.json())["id"]
-        found = [call for call in self.log if call.id == id]
+        ids = (await request.json())["ids"]
+        found = [call for call in self.log if call.id in ids]
         for call in found:
             call.interrupted.set()
-        return JSONResponse({"found": bool(found)})
+        return JSONResponse({"found": sorted({call.id for call in found})})
 
     def _template(self) -> ChatTemplate:
         """Read again where a test has changed it."""

@@ -46,6 +46,7 @@ from harnessed.training import closing
 from harnessed.training.failures import Stalled
 from harnessed.training.tasks import stream
 from harnessed.training.watch import Watch
+from harnessed.training.watchdog import Watchdog
 
 SECRET = "hunter2-the-password"
 
@@ -230,7 +231,7 @@ async def test_the_lease_of_a_closing_outlives_its_drain(house, monkeypatch):  #
         await asyncio.sleep(0.02)
 
     def close():
-        with Client(house.url, house.keys.sign(ADMIN)) as gateway, closing.closed(gateway, "r", drain_s=1.2):
+        with Client(house.url, house.keys.sign(ADMIN)) as gateway, closing.closed(gateway, "r", CloseMode.FINISH, 1.2):
             pass
 
     closing_it = asyncio.create_task(asyncio.to_thread(close))
@@ -261,7 +262,7 @@ async def test_a_close_that_is_interrupted_opens(house):  # noqa: F811
         with (
             contextlib.suppress(KeyboardInterrupt),
             Interrupted(house.url, house.keys.sign(ADMIN)) as gateway,
-            closing.closed(gateway, "r", drain_s=1),
+            closing.closed(gateway, "r", CloseMode.FINISH, 1),
         ):
             pass
 
@@ -276,7 +277,7 @@ async def test_a_run_whose_calls_are_held_does_not_stall(house):  # noqa: F811
     the gateway says who holds its calls. (Here with a limit of a second.)"""
     await house.attempts()
     await house.admin(close_turnstile("r", "somebody", CloseMode.FINISH, lease_s=60, drain_s=5))
-    ticks = []
+    ticks, said = [], []
 
     def tick():
         ticks.append(time.monotonic())
@@ -286,13 +287,15 @@ async def test_a_run_whose_calls_are_held_does_not_stall(house):  # noqa: F811
     def watch():
         with Client(house.url, house.keys.sign(ADMIN)) as gateway:
             try:
-                Watch(gateway, "r", stall_limit_s=1).until_complete(["g"], tick)
+                watchdog = Watchdog(gateway, "r", 0.5, said.append)
+                Watch(gateway, "r", watchdog, stall_limit_s=1).until_complete(["g"], tick)
             except Stalled as error:
                 return str(error)
             except TimeoutError:
                 return ""
 
     assert await asyncio.to_thread(watch) == ""
+    assert "somebody" in said[0]  # who holds them is said
 
 
 # The SDK
@@ -610,7 +613,7 @@ async def test_a_lease_that_cannot_be_renewed_is_no_traceback(house, monkeypatch
         with (
             contextlib.suppress(ServiceDied),
             Client(house.url, key, patience_s=30, meanwhile=meanwhile) as gateway,
-            closing.closed(gateway, "r", drain_s=1),
+            closing.closed(gateway, "r", CloseMode.FINISH, 1),
         ):
             dead.set()
             gateway._http.base_url = "http://127.0.0.1:1"  # as after its end

@@ -62,6 +62,21 @@ def test_objectives_that_fit_together(path):
 
 
 @pytest.mark.parametrize(
+    ("schedule", "groups"),
+    [
+        ("{}", 8),
+        ("{kind: collocated}", 16),
+        ("{kind: collocated, groups_in_flight: 24}", 24),
+        ("{kind: collocated, staleness: 1}", 16),
+        ("{kind: async}", 16),
+        ("{kind: async, staleness: 1}", 8),
+    ],
+)
+def test_as_many_groups_are_in_flight_as_staleness_allows(path, schedule, groups):
+    assert load(path, [f"trainer.schedule={schedule}"]).trainer.groups_in_flight == groups
+
+
+@pytest.mark.parametrize(
     ("override", "complaint"),
     [
         ("trainer.stpes=5", "unknown setting trainer.stpes; did you mean trainer.steps?"),
@@ -99,6 +114,10 @@ def test_objectives_that_fit_together(path):
         ("trainer.advantage={refill: 1, kind: gae}", "kind gae skips none"),
         ("trainer.advantage.discount=0.9", "a rollout is one whole without trainer.advantage.per_call"),
         ("trainer.optimiser_steps=9", "trainer.groups_per_step is 8"),
+        ("trainer.schedule.groups_in_flight=9", "9 is not 8 (trainer.groups_per_step) to 8, which is what sync can"),
+        ("trainer.schedule={kind: collocated, groups_in_flight: 25}", "25 is not 8 (trainer.groups_per_step) to 24"),
+        ("trainer.schedule={kind: collocated, groups_in_flight: 7}", "7 is not 8 (trainer.groups_per_step) to 24"),
+        ("trainer.schedule={kind: async, groups_in_flight: 17}", "to 16, which is what async can train within"),
         ("trainer.steps", "section.setting=value"),
         ("trainer.steps.more=1", "trainer.steps"),
         ("trainer=5", "trainer: "),

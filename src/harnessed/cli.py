@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from harnessed import logs, services
-from harnessed.browse.arguments import add_commands
+from harnessed import logs, resuming, services
+from harnessed.browse.arguments import add_commands, add_timeline_arguments
 from harnessed.browse.status import add_status_arguments
 from harnessed.client import ApiError, AsyncClient, Unreachable
 from harnessed.config import Config, ConfigError
@@ -30,7 +30,7 @@ from harnessed.training.failures import RunFailed
 
 
 def main() -> NoReturn:
-    arguments = _parser().parse_args()
+    arguments = _parse(sys.argv[1:])
     try:
         sys.exit(arguments.run(arguments))
     except ConfigError as error:
@@ -42,6 +42,17 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         logs.say("interrupted")
         sys.exit(130)
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    """argparse takes no further overrides after an option: they are what it does not know."""
+    parser = _parser()
+    arguments, left = parser.parse_known_args(given)
+    if left and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in left)):
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        arguments.overrides += left
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,8 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
         command.set_defaults(run=_with_config(run))
         if name == "train":
+            instead = command.add_mutually_exclusive_group()
             description = "run one rollout of the first task, and print the rows that it would give"
-            command.add_argument("--dry-run", action="store_true", help=description)
+            instead.add_argument("--dry-run", action="store_true", help=description)
+            description = "go on with the run in run.folder, or with the newest one of that name in ./runs"
+            instead.add_argument("--resume", action="store_true", help=description)
         if name == "up":
             description = "start an engine too, with the policy of the configuration"
             command.add_argument("--engine", action="store_true", help=description)
@@ -79,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=doctor)
     description = "who waits for whom at a gateway, and since when; exit status 0 if it is ready"
     add_status_arguments(commands.add_parser("status", help=description, description=description))
+    description = "draw engine, trainer and rollouts of runs over time, and say how busy they were"
+    add_timeline_arguments(commands.add_parser("timeline", help=description, description=description))
     description = "look into what a run recorded"
     add_commands(commands.add_parser("rollouts", help=description, description=description))
     return parser
@@ -99,6 +115,11 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
     from harnessed.training.trackers import open_trackers
 
     _check_trainer(config.trainer)
+    if arguments.resume and (nothing_to_do := resuming.finished(resuming.find(config), config.trainer.steps)):
+        print(nothing_to_do)
+        return 0
+    if config.trainer.resume_from is not None and not arguments.resume:
+        _check_checkpoint(config.trainer.resume_from, config.trainer)
     if config.engine.url is not None and config.engine.weights is None:
         raise ConfigError("engine.url names a running engine: set engine.weights to the folder that both of them map")
     base, seed = arguments.config.resolve().parent, config.run.seed
@@ -109,9 +130,12 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         return dry_run(config, arguments, first[0])
     with (
-        Run(config, arguments.config, arguments.overrides) as run,
-        open_trackers(config, run.folder, run.id) as track,
+        Run(config, arguments.config, arguments.overrides, trains=True, resume=arguments.resume) as run,
+        open_trackers(config, run.folder, run.id, run.resumed) as track,
     ):
+        settings = config.trainer
+        if run.resumed is not None and run.resumed.checkpoint is not None:
+            settings = settings.model_copy(update={"resume_from": run.resumed.checkpoint})
         weights = config.engine.weights or run.folder / "policy"
         print("starting gateway, engine and controller ...", flush=True)
         run.start(weights)
@@ -120,7 +144,9 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         from harnessed.training.display import Display
         from harnessed.training.trainer import Trainer
 
-        backend = LocalBackend(config.policy.model, weights, config.trainer, seed=seed)
+        with run.weights_begin():
+            backend = LocalBackend(config.policy.model, weights, settings, seed=seed)
+            run.begin_lineage(backend.version)
         run.wait_for_engine()
         watch = run.watch()
         with Display(config.trainer.steps, lambda: watch.counts) as display:
@@ -134,11 +160,12 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
                 backend,
                 run.rollouts(watch, display.tick),
                 display,
-                # A run that goes on from another one goes on in its tasks.
-                itertools.islice(itertools.chain(first, train_tasks), backend.tasks, None),
+                itertools.chain(first, train_tasks),
                 held_out,
                 run.restarts,
                 track,
+                run.lineages,
+                run.resumed,
             )
             summary = trainer.run()
     display.summary(summary, str(run.folder))
@@ -156,10 +183,15 @@ def _check_trainer(settings: TrainerSettings) -> None:
     eight_bit = any(optimiser.kind == "adamw8bit" for optimiser in optimisers)
     if eight_bit and importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError("trainer.optimiser.kind: adamw8bit needs bitsandbytes: pip install bitsandbytes")
-    if settings.resume_from is not None:
-        from harnessed.training.backends import checkpoint
 
-        checkpoint.read(settings.resume_from, settings)
+
+def _check_checkpoint(folder: Path, settings: TrainerSettings) -> None:
+    """Whether a new run can go on from it. Raises ConfigError."""
+    from harnessed.training.backends import checkpoint
+
+    step = checkpoint.read(folder, settings).step
+    if step >= settings.steps:
+        raise ConfigError(f"trainer.resume_from: it has taken {step} steps: raise trainer.steps above it")
 
 
 def dry_run(config: Config, arguments: argparse.Namespace, task: Task) -> int:
@@ -185,7 +217,7 @@ def dry_run(config: Config, arguments: argparse.Namespace, task: Task) -> int:
 
 def evaluate(config: Config, arguments: argparse.Namespace) -> int:
     _need_torch("eval")  # the engine's
-    from harnessed.training.display import Display
+    from harnessed.training.display import Display, beside_success, success
     from harnessed.training.evaluation import evaluate as evaluate_held_out
     from harnessed.training.report import Report
     from harnessed.training.tasks import stream, take
@@ -211,9 +243,7 @@ def evaluate(config: Config, arguments: argparse.Namespace) -> int:
                 "evaluation",
             )
     (run.folder / "evaluation.json").write_text(json.dumps(asdict(result), indent=2) + "\n", encoding="utf-8")
-    greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
-    unjudged = f", {result.unjudged} without a reward" if result.unjudged else ""
-    display.note(f"held-out success {result.success:.3f} ({result.rollouts} tasks{unjudged}{greedy})")
+    display.note(f"held-out success {success(result)} ({beside_success(result)})")
     if result.complaint:
         display.note(result.complaint)
     display.note(f"run folder: {run.folder}")

@@ -40,6 +40,7 @@ from harnessed.records import (
     Group,
     GroupSpec,
     Metrics,
+    Presence,
     Reward,
     Rollout,
     RunSpec,
@@ -359,7 +360,8 @@ def cancel_rollout(rollout: str) -> Call[Rollout]:
 
 
 def claim(run: str, owner: str, most: int, attempts: int, wait_s: float = 0) -> Call[list[Assignment]]:
-    """Start attempts of up to `most` queued rollouts of a run for the controller `owner`, oldest first.
+    """Start attempts of up to `most` queued rollouts of a run for the controller `owner`: the highest
+    priority first, the oldest among equals.
 
     `run` is a run's id, or the name that the ids of several runs begin with (`demo` for `demo-1f2e3d`).
 
@@ -371,9 +373,13 @@ def claim(run: str, owner: str, most: int, attempts: int, wait_s: float = 0) -> 
     return Call("POST", "/api/attempts/claim", _json(list[Assignment]), body, timeout_s=wait_s + 30)
 
 
-def renew(owner: str) -> Call[list[str]]:
-    """Prolong the owner's leases. Returns its live attempts, as `rollout/attempt`; what is missing must be stopped."""
-    return Call("POST", "/api/attempts/renew", _json(list[str]), {"owner": owner})
+def renew(owner: str, presence: Presence | None = None) -> Call[list[str]]:
+    """Prolong the owner's leases. Returns its live attempts, as `rollout/attempt`; what is missing must be stopped.
+
+    What it says of itself holds until the next renewal, and is told to whoever asks who waits for whom.
+    """
+    body = {"owner": owner, "presence": _dump(presence) if presence else None}
+    return Call("POST", "/api/attempts/renew", _json(list[str]), body)
 
 
 def get_held_seconds(rollout: str, attempt: int) -> Call[float]:
@@ -427,6 +433,11 @@ def post_metrics(run: str, metrics: Metrics) -> Call[None]:
 def list_metrics(run: str, after: int = 0) -> Call[list[Metrics]]:
     """The lines of a run with a higher number than `after`, in the order in which they came."""
     return Call("GET", f"/api/runs/{run}/metrics", _json(list[Metrics]), query={"after": after})
+
+
+def forget_metrics(run: str, above: int) -> Call[None]:
+    """Delete the lines of steps above this one: a run that is resumed takes them again."""
+    return Call("DELETE", f"/api/runs/{run}/metrics", _nothing, query={"above": above})
 
 
 def post_fates(run: str, fates: dict[str, dict[Fate, int]]) -> Call[None]:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-from harnessed.records import Dialect, History, Limits, Overlong, Sampling, SideCall
+from harnessed.records import CloseMode, Dialect, History, Limits, Overlong, Sampling, SideCall
 
 
 class ConfigError(Exception):
@@ -254,7 +254,8 @@ class Advantage(Settings):
     """Groups whose rewards are all equal. `skip`: not trained, fate `group_skipped`. `keep`: they count in R with
     advantages of 0, and what the KL and entropy terms ask of them."""
     refill: int = Field(0, ge=0)
-    """So many times further groups are run in place of skipped ones (DAPO's dynamic sampling)."""
+    """In place of skipped groups others are run, so many times `trainer.groups_per_step` for one update at most (DAPO's
+    dynamic sampling)."""
     per_call: bool = False
     """Each call has an advantage of its own, from the rewards that the evaluator gave for calls (`calls`) and from the
     rollout's, which is added at its last call. kind `gae` does so always."""
@@ -354,6 +355,51 @@ class Critic(Settings):
     """A value is not rewarded for moving further than this, in units of reward, in one update. None: it may."""
 
 
+class Schedule(Settings):
+    """When groups are rolled out and when the policy is updated; docs/schedules.md explains the choice."""
+
+    kind: Literal["sync", "collocated", "async"] = "sync"
+    """`sync`: an update waits for all groups in flight. `collocated`: engine and trainer share their devices; an update
+    takes the groups that are complete and holds the others' calls meanwhile. `async`: each has its own; calls are held
+    while the new weights are copied."""
+    groups_in_flight: int | None = Field(None, ge=1)
+    """Groups that run at once or wait for their update. None: `trainer.groups_per_step` for sync, else twice as many,
+    as far as `staleness` allows."""
+    staleness: int = Field(2, ge=1)
+    """Most updates between the oldest trained token of a rollout and the update that trains it. Kept by waiting: an
+    update that would let a running group grow older does not start before that group is complete. For sync it is 0."""
+    at_update: CloseMode = CloseMode.INTERRUPT
+    """What becomes of answers that are being generated. `interrupt`: they stop, and go on from their tokens. `finish`:
+    they run to their end, for `finish_s` at most."""
+    finish_s: float = Field(120, gt=0, le=600)
+    remake: int = Field(0, ge=0, le=2)
+    """So often a group is cancelled and made again where an update would have to wait for it. It favours tasks that
+    are quick."""
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Safety(Settings):
+    """What a run warns of, makes again, and stops for; docs/watching.md tells."""
+
+    skipped_updates: int = Field(5, ge=1)
+    """So many updates in a row whose loss or gradient is not finite end the run."""
+    entropy_fraction: Fraction = 0.1
+    """A warning when the entropy falls below this fraction of its first value."""
+    equal_groups: Share = 0.9
+    """A warning when more than this share of the groups of the last 5 steps had equal rewards."""
+    truncated: Share = 0.5
+    """A warning when more than this share of a step's answers were cut for their length."""
+    infrastructure: Share = 0.25
+    """A batch of which more than this share failed by infrastructure is not trained: its tasks are run again."""
+    remake: int = Field(2, ge=0)
+    """So often; then the run ends."""
+    alike_steps: int = Field(3, ge=1)
+    """So many batches in a row whose agents all exit in the same way and get the same reward end the run. Where no
+    token was sampled, or all failed by infrastructure, one does."""
+
+
 class Trainer(Settings):
     steps: int = Field(100, ge=1)
     groups_per_step: int = Field(8, ge=1)
@@ -384,16 +430,35 @@ class Trainer(Settings):
     checkpoint_every: int = Field(10, ge=1)
     """Steps. The last step is always kept."""
     keep_checkpoints: int = Field(3, ge=1)
+    """So many of the last ones."""
+    keep_best: int = Field(1, ge=0)
+    """So many of those with the highest held-out success, beside the last ones. A checkpoint has one if the held-out
+    tasks were run at its step: `evaluation.every` should be a multiple of `checkpoint_every`."""
     resume_from: ConfigPath | None = None
     """A checkpoint folder of another run: this one goes on from its weights, its optimiser and its step. policy.model
     stays what it was."""
+    watchdog_s: float = Field(120, gt=0, allow_inf_nan=False)
+    """When nothing has moved for so long, a line says who waits for whom."""
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
     """Who else gets the metrics. Each writes into a folder of its name in the run's, and nothing leaves the machine
     unless its own environment variables say so; docs/metrics.md has a section for them."""
+    schedule: Schedule = Schedule()
     optimiser: Optimiser = Optimiser()
     advantage: Advantage = Advantage()
     objective: Objective = Objective()
     critic: Critic = Critic()
+    safety: Safety = Safety()
+
+    @property
+    def groups_in_flight(self) -> int:
+        return self.schedule.groups_in_flight or self.groups_per_step * min(2, self._updates_in_flight)
+
+    @property
+    def _updates_in_flight(self) -> int:
+        """Updates that may take the groups of one version."""
+        # With `async` the update during which they were created has its groups already.
+        staleness = self.schedule.staleness
+        return {"sync": 1, "collocated": staleness + 1, "async": staleness}[self.schedule.kind]
 
     @model_validator(mode="after")
     def _steps_take_whole_groups(self) -> "Trainer":
@@ -404,16 +469,42 @@ class Trainer(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _keeps_its_bound(self) -> "Trainer":
+        schedule, least = self.schedule, self.groups_per_step
+        most = least * self._updates_in_flight
+        if not least <= self.groups_in_flight <= most:
+            raise ValueError(
+                f"trainer.schedule.groups_in_flight: {self.groups_in_flight} is not {least} (trainer.groups_per_step) "
+                f"to {most}, which is what {schedule.kind} can train"
+                + (f" within staleness {schedule.staleness}" if schedule.kind != "sync" else " at once")
+            )
+        return self
+
 
 class Evaluation(Settings):
     tasks: int = Field(64, ge=1)
     """Held-out tasks, run before the first and after the last step."""
+    samples: int = Field(1, ge=1)
+    """Rollouts of each."""
     every: int | None = Field(None, ge=1)
     """So many steps apart they are run in between as well."""
+    beside: bool = False
+    """Those in between. False: training waits for them, and one version of the policy is measured. True: training goes
+    on meanwhile, they get the slots that it leaves free, and what they measure are the versions from the one at their
+    start to the one at their end."""
     greedy_tasks: int = Field(0, ge=0)
-    """The first so many of them are run greedily as well."""
+    """The first so many of them are run greedily as well, once each."""
+    confidence: float = Field(0.95, gt=0, lt=1)
+    """Of the interval that is told with the success; docs/metrics.md says what it means."""
     sampling: Sampling | None = None
     """How held-out tasks are sampled, with the settings of `sampling`; as in training where it is left out."""
+
+    @model_validator(mode="after")
+    def _is_beside_something(self) -> "Evaluation":
+        if self.beside and self.every is None:
+            raise ValueError("evaluation.beside: says how they are run in between; set evaluation.every as well")
+        return self
 
 
 class Config(Settings):

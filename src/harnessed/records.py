@@ -256,6 +256,8 @@ class GroupSpec(Record):
     sampling: Sampling = Sampling()
     seed: Whole = 0
     """Every answer's seed follows from this, the rollout's index and the answer's place in its attempt."""
+    priority: int = Field(0, ge=-1_000_000, le=1_000_000)
+    """Queued rollouts with the highest are started first, the oldest among equals."""
 
 
 class Group(GroupSpec):
@@ -439,8 +441,14 @@ class Engine(EngineSpec):
     """Packed `Version` that it serves."""
     reason: str = ""
     """Why it is not healthy."""
+    since: float | None = None
+    """When it became healthy, or ceased to be, as far as the gateway that says this has seen."""
+    paused: bool = False
+    """It holds back what it is asked, until its trainer lets it go on."""
     in_flight: int = 0
     """Answers that the gateway which says this has asked it for."""
+    running: int | None = None
+    """Answers that the engine generates, whoever asked; none: it does not say."""
     waiting: int | None = None
     """Answers that wait in the engine; none: it does not say."""
 
@@ -462,6 +470,10 @@ class RunStatus(Record):
     """Calls that wait at a closed turnstile."""
     in_flight: int
     """Calls in progress that are not held."""
+    queued_since: float | None = None
+    """When the oldest of the queued rollouts was made."""
+    running_since: float | None = None
+    """When the oldest of the live attempts was started."""
 
 
 class WaitingCall(Record):
@@ -480,17 +492,32 @@ class WaitingCall(Record):
     """For whom or what it waits."""
 
 
+class Presence(Record):
+    """What a controller says of itself when it renews its leases."""
+
+    run: str
+    """The id of the run that it serves, or the name that the ids of several begin with."""
+    slots: int = Field(ge=1, lt=2**31)
+    """Attempts that it runs at once."""
+    judging: int = Field(0, ge=0, lt=2**31)
+    """Attempts whose agent has ended, and whose evaluator runs."""
+
+
 class ControllerStatus(Record):
     owner: str
     attempts: int
     """Live ones."""
     lease_until: float
-    """Of the attempt that it would lose first."""
+    """Of the attempt that it would lose first; without attempts, until when it has said that it is there."""
+    presence: Presence | None = None
+    """None: it has not said."""
 
 
 class Status(Record):
     """Who waits for whom, and since when."""
 
+    store: str = ""
+    """Why the store is out of reach, and all that it knows is missing here; empty: it answers."""
     gateways: list[GatewayStatus]
     turnstiles: list[Turnstile]
     """Those that are not open."""

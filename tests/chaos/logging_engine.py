@@ -145,10 +145,10 @@ class LoggingEngine:
         self.running.pop(id, None)
 
     async def interrupt(self, request: Request) -> Response:
-        running = self.running.get((await request.json())["id"])
-        if running:
-            running.set()
-        return JSONResponse({"found": running is not None})
+        found = [id for id in (await request.json())["ids"] if id in self.running]
+        for id in found:
+            self.running[id].set()
+        return JSONResponse({"found": found})
 
     async def health(self, _: Request) -> Response:
         body = {"status": "ok", "reason": "", "model": "logging", "version": 0, "sampled_tokens": 0, "reused_tokens": 0}

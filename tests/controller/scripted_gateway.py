@@ -24,6 +24,8 @@ class ScriptedGateway:
         self.end_times: dict[str, float] = {}
         self.refused_ends: list[str] = []
         self.claims: list[dict[str, Any]] = []
+        self.presences: list[dict[str, Any] | None] = []
+        """What controllers said of themselves, in the order of their renewals."""
         self.claiming = 0
         """Claims that wait for something to do, also those of controllers that died."""
         self.answered: dict[str, float] = {}
@@ -94,11 +96,17 @@ class ScriptedGateway:
         if path == "/api/attempts/claim":
             return self.claim(body)
         if path == "/api/attempts/renew":
-            return 200, sorted(self.leased)
+            return self.renew(body)
         if path.endswith("/end"):
             _, _, _, rollout, _, attempt, _ = path.split("/")
             return self.record_end(rollout, int(attempt), body)
         return 404, {"error": {"message": path}}
+
+    def renew(self, body: dict[str, Any]) -> tuple[int, Any]:
+        with self.changed:
+            self.presences.append(body["presence"])
+            self.changed.notify_all()
+            return 200, sorted(self.leased)
 
     def turn_away(self, path: str) -> tuple[int, Any]:
         with self.changed:

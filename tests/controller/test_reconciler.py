@@ -77,6 +77,18 @@ def test_an_end_that_another_attempt_cannot_change_forbids_one(shared: ScriptedG
     assert (broken["outcome"], broken["attempts"]) == ("infrastructure", 2)
 
 
+def test_a_controller_says_what_it_has_and_what_is_judged(shared: ScriptedGateway) -> None:
+    def last() -> dict | None:
+        return shared.presences[-1] if shared.presences else None
+
+    here = {"run": "r", "slots": 2, "judging": 0}
+    shared.wait(lambda: last() == here)
+    name = shared.add("slow-to-judge", {"do": "answer", "judge": "judge_hang"})
+    shared.wait(lambda: last() == here | {"judging": 1})
+    assert shared.end(name)["outcome"] == "infrastructure"
+    shared.wait(lambda: last() == here)
+
+
 def test_a_queued_rollout_starts_at_once(shared: ScriptedGateway) -> None:
     waits = []
     for index in range(12):

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from harnessed.client import ApiError, list_metrics, post_fates, post_metrics
+from harnessed.client import ApiError, create_run, forget_metrics, list_metrics, post_fates, post_metrics
 from harnessed.gateway.keys import ADMIN, Key, Scope
-from harnessed.records import Fate, Metrics
+from harnessed.records import Fate, Metrics, RunSpec
 
 
 def data_routes(house):
@@ -64,6 +64,18 @@ async def test_every_route_answers_on_either_database(either):
     assert (node["context"], node["sampled"]) == (len(tokens["segment"]), len(tokens["answer"]))
     assert "".join(tokens["texts"][str(id)] for id in tokens["answer"]) == "answer 1<|im_end|>"
     assert [line.values for line in await house.admin(list_metrics("r"))] == [{"reward_mean": 0.5, "kl": None}]
+
+
+async def test_a_run_that_is_resumed_takes_back_the_steps_after_its_checkpoint(house):
+    await house.admin(create_run(RunSpec(id="other", policy=str(house.policy))))
+    for run, step in (("r", 1), ("r", 2), ("r", 2), ("r", 3), ("other", 3), ("r", 4)):
+        await house.admin(post_metrics(run, Metrics(step=step, values={})))
+    await house.admin(forget_metrics("r", above=2))
+    assert [line.step for line in await house.admin(list_metrics("r"))] == [1, 2, 2]
+    assert [line.step for line in await house.admin(list_metrics("other"))] == [3]
+    await house.admin(forget_metrics("r", above=2))
+    await house.admin(post_metrics("r", Metrics(step=3, values={})))
+    assert [line.step for line in await house.admin(list_metrics("r"))] == [1, 2, 2, 3]
 
 
 async def cookie_name(house):

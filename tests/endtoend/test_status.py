@@ -45,9 +45,13 @@ def test_status_tells_who_waits_and_whether_the_gateway_is_ready(tmp_path):
         wait_for(lambda: harnessed("status", folder).returncode == 1, "the gateway to ask its engine again")
         away = harnessed("status", folder)
         assert away.stdout.startswith("not ready: run r-1 has no healthy engine: e-1 says")
+        says = away.stdout.splitlines()[1]
+        # What stands still is said before what merely works.
+        assert says.startswith("r-1: turnstile closed for ") and "s by trainer-1, whose lease is over for " in says
+        assert "; engine e-1 not healthy for " in says and "; controller: 2 queued, longest " in says
         lines = [line.split() for line in away.stdout.splitlines()]
         assert ["r-1", "2", "1", "0", "0", "0"] in lines
-        assert any(line[:4] == ["controller-1", "1", *line[2:3], "s"] for line in lines)
+        assert any(line[:4] == ["controller-1", "1", *line[2:3], "s"] and line[-2:] == ["-", "-"] for line in lines)
         assert any(line[:3] == ["r-1", "closed", "trainer-1"] and "over" in line for line in lines)
         key = (folder / "admin.key").read_text()
         by_url = harnessed("status", "--url", url, env=environment(HARNESSED_ADMIN_KEY=key))

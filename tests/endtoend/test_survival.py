@@ -25,6 +25,12 @@ GROUPS, MEMBERS, HELD_OUT = 3, 3, 2
 LIMIT_S = 120
 
 
+def _of_step(column: str, step: int) -> str:
+    """A condition for the rollouts of a step."""
+    numbers = range(GROUPS * (step - 1), GROUPS * step)
+    return "(" + " or ".join(f"{column} like '%.train.{number:06d}.%'" for number in numbers) + ")"
+
+
 class Watched:
     """A run that goes on, seen from its folder."""
 
@@ -68,12 +74,12 @@ class Watched:
 
     def sampling(self, step: int) -> None:
         """Calls of this step are being answered."""
-        of_step = f"rollout like '%step-{step:05d}%'"
+        of_step = _of_step("rollout", step)
         self.until(f"exists (select 1 from calls where state = 'admitted' and {of_step})", f"calls of step {step}")
 
     def sampled(self, step: int) -> None:
         """Its last rollout has ended: an update follows."""
-        count = f"select count(*) from rollouts where id like '%step-{step:05d}%' and state = 'finished'"
+        count = f"select count(*) from rollouts where {_of_step('id', step)} and state = 'finished'"
         self.until(f"({count}) = {GROUPS * MEMBERS}", f"the end of the rollouts of step {step}")
 
     def said(self) -> str:

@@ -68,7 +68,7 @@ def test_in_groups_that_were_taken_every_delivered_token_of_the_last_attempts_is
     run, _ = finished_run
     trained = {line["rollout"]: line["fates"].get(Fate.TRAINED, 0) for line in lines(run / "transcripts.jsonl")}
     taken = 0
-    for group in stored_transcripts(run, "step-"):
+    for group in stored_transcripts(run, ".train."):
         if any(trained[transcript.rollout.id] for transcript in group):
             taken += 1
             for transcript in group:
@@ -89,7 +89,8 @@ def test_versions_are_stamped_by_the_engine_after_each_update(finished_run):
     run, _ = finished_run
     steps = [line for line in lines(run / "metrics.jsonl") if "reward_mean" in line]
     for step, line in enumerate(steps, 1):
-        for group in stored_transcripts(run, f"step-{step:05d}"):
+        for number in range(5 * (step - 1), 5 * step):
+            (group,) = stored_transcripts(run, f"train.{number:06d}")
             for transcript in group:
                 for node in transcript.attempts[-1].nodes:
                     sampled_by = set(np.frombuffer(node.versions, np.int32).tolist())
@@ -147,7 +148,8 @@ def test_a_checkpoint_can_be_evaluated(finished_run):
     assert result.returncode == 0, result.stdout + result.stderr
     evaluation = json.loads((run.parent / "eval" / "evaluation.json").read_text())
     assert evaluation["rollouts"] == 4
-    assert 0 <= evaluation["success"] <= 1
+    low, high = evaluation["interval"]
+    assert 0 <= low <= evaluation["success"] <= high <= 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
@@ -207,12 +209,12 @@ def test_people_can_look_into_the_records(finished_run, tmp_path):
     listed = harnessed("rollouts", "list", run).stdout
     assert listed.count("agent_exit") == 2 * 3
     assert "the judge broke" in listed
-    shown = harnessed("rollouts", "show", run, "step-00001.0000.0").stdout
+    shown = harnessed("rollouts", "show", run, "train.000000.0").stdout
     assert "user: task 0.0" in shown
     assert "#2 (after #1, length)" in shown or "#2 (after #1, stop)" in shown
-    tokens = harnessed("rollouts", "show", run, "step-00001.0000.0", "--tokens").stdout
+    tokens = harnessed("rollouts", "show", run, "train.000000.0", "--tokens").stdout
     assert "<|im_start|>user\ntask 0.0<|im_end|>" in tokens
-    logs = harnessed("rollouts", "logs", run, "step-00001.0001.0").stdout
+    logs = harnessed("rollouts", "logs", run, "train.000001.0").stdout
     assert "the agent broke" in logs
     out = tmp_path / "rows.jsonl"
     assert harnessed("rollouts", "export", run, out).returncode == 0
@@ -235,7 +237,7 @@ def test_an_ended_run_is_pruned_and_its_endings_stay(finished_run, tmp_path):
     listed = harnessed("rollouts", "list", run).stdout
     assert "pruned 42 rollouts" in harnessed("rollouts", "prune", run, "--older-than", "0").stdout
     assert harnessed("rollouts", "list", run).stdout == listed
-    assert "or pruned" in harnessed("rollouts", "show", run, "step-00001.0000.0").stdout
+    assert "or pruned" in harnessed("rollouts", "show", run, "train.000000.0").stdout
     assert "pruned 0 rollouts" in harnessed("rollouts", "prune", run, "--older-than", "0").stdout
     (run / "summary.json").unlink()
     assert "has not ended" in harnessed("rollouts", "prune", run).stderr

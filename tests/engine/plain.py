@@ -27,6 +27,7 @@ def run(model, *joining, prefixes=None):
             batch.advance([], lambda: True)
     while not all(sequence.finish for sequence in everything):
         batch.advance([], lambda: False)
+    batch.keep()
     return everything
 
 

@@ -66,7 +66,7 @@ class RunningEngine:
 
     def interrupt(self, id: str) -> bool:
         """Whether there was something to interrupt."""
-        return self.http.post("/interrupt", json={"id": id}).json()["found"]
+        return self.http.post("/interrupt", json={"ids": [id]}).json()["found"] == [id]
 
     def health(self) -> dict[str, Any]:
         return self.http.get("/health").json()

@@ -228,9 +228,27 @@ def test_a_pause_need_not_wait_for_what_is_interrupted(engine):
     assert len(engine.generate()["tokens"]) == 8
 
 
+def test_many_are_interrupted_at_once_and_nothing_is_generated_when_that_is_answered(engine):
+    """Those that wait for a place among them; the others go on."""
+    names = [f"many {number}" for number in range(70)]
+    with ThreadPoolExecutor(71) as pool:
+        other = pool.submit(engine.generate, max_tokens=300, id="other")
+        engine.until(lambda health: health["running"] == 1)
+        running = [pool.submit(engine.generate, max_tokens=LONG, id=name) for name in names]
+        engine.until(lambda health: health["running"] + health["waiting"] == 71)
+        found = engine.http.post("/interrupt", json={"ids": [*names, "nobody"]}).json()["found"]
+        health = engine.health()
+        assert sorted(found) == sorted(names)
+        assert health["running"] + health["waiting"] <= 1
+        cut = [each.result(timeout=5) for each in running]
+        assert {each["finish"] for each in cut} == {"interrupted"}
+        assert {len(each["tokens"]) > 0 for each in cut} == {True, False}, "some had not begun"
+        assert len(other.result(timeout=20)["tokens"]) == 300
+
+
 def test_an_unknown_id_is_not_found_and_an_empty_one_refused(engine):
     assert not engine.interrupt("nobody")
-    assert engine.http.post("/interrupt", json={"id": ""}).status_code == 400
+    assert engine.http.post("/interrupt", json={"ids": [""]}).status_code == 400
 
 
 async def test_a_queue_whose_last_waiting_request_is_interrupted_is_idle(model):
@@ -242,7 +260,7 @@ async def test_a_queue_whose_last_waiting_request_is_interrupted_is_idle(model):
     answers = [asyncio.create_task(queue.generate(s, gone, id)) for s, id in ((first, "first"), (second, "second"))]
     while not queue.running:
         await asyncio.sleep(0)
-    assert queue.interrupt("second")
+    assert await queue.interrupt({"second"}) == {"second"}
     assert not queue._startable.is_set()
     await asyncio.wait_for(asyncio.gather(*answers), 5)
     assert (len(first.tokens), second.tokens, second.finish) == (40, [], "interrupted")

@@ -10,7 +10,8 @@ from plain import assert_plain, make, prompts, run
 from running_engine import VOCABULARY
 from transformers import MistralConfig, MistralForCausalLM
 
-from harnessed.engine.generate import Batch, joinable
+from harnessed.engine import generate
+from harnessed.engine.generate import Batch, Sequence, joinable
 
 
 def test_logprobs_are_those_of_a_plain_forward_whatever_the_lengths(model):
@@ -167,3 +168,40 @@ def test_a_batch_stops_for_each_end_and_for_whoever_asks(model):
     assert (short.finish, len(long.tokens)) == ("length", 3)
     batch.advance([], lambda: False)
     assert (long.finish, len(others[0].tokens)) == ("length", 30)
+
+
+def test_prompts_that_are_interrupted_are_not_computed_to_their_end(model, monkeypatch):
+    """Neither the next part of one long prompt, nor the prompts after it; what grows goes on."""
+    monkeypatch.setattr(generate, "PREFILL_TOKENS", 64)
+    grows, long, short, longest = (make(prompts(1, i, n, n)[0], max_tokens=9) for i, n in enumerate((5, 300, 50, 400)))
+    batch, computed = Batch(model), []
+    forward = model.forward
+
+    def counted(input_ids, **more):
+        computed.append(input_ids.shape[1])
+        long.interrupted = longest.interrupted = computed[-1] > 1 and computed.count(64) == 2
+        return forward(input_ids=input_ids, **more)
+
+    batch.advance([grows], lambda: True)
+    monkeypatch.setattr(model, "forward", counted)
+    batch.advance([long, short, longest], lambda: True)
+    assert computed == [1, 50, 64, 64]
+    assert [(row.finish, len(row.tokens)) for row in (long, longest)] == [("interrupted", 0)] * 2
+    while not (grows.finish and short.finish):
+        batch.advance([], lambda: False)
+    assert_plain(model, grows)
+    assert_plain(model, short)
+
+
+def test_a_long_prompt_is_computed_in_parts(model, monkeypatch):
+    monkeypatch.setattr(generate, "PREFILL_TOKENS", 64)
+    [sequence] = run(model, [make(prompts(1, 7, 300, 300)[0], max_tokens=9)])
+    assert_plain(model, sequence)
+
+
+def test_what_is_gone_on_with_draws_the_numbers_that_come_next(model):
+    [whole] = run(model, [make(prompts(1, 3, 20, 20)[0], max_tokens=30)])
+    for cut in (1, 7, 29):
+        rest = Sequence(whole.prompt + whole.tokens[:cut], 30 - cut, 1.0, 0, frozenset(), begun=cut)
+        run(model, [rest])
+        assert whole.tokens[:cut] + rest.tokens == whole.tokens

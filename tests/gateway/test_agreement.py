@@ -53,9 +53,10 @@ PARTS = [
 ]
 
 
-async def asked(house, key, protocol, streamed):
+async def asked(house, key, protocol, streamed, **more):
     """What one protocol tells: reasoning, text, calls, how it ended, sampled tokens."""
     path, body = PROTOCOLS[protocol]
+    body = body | more
     if protocol == "gemini":
         path += ":streamGenerateContent?alt=sse" if streamed else ":generateContent"
     elif streamed:

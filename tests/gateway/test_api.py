@@ -49,6 +49,13 @@ async def test_a_rollout_lives_from_queued_to_finished(house):
     assert finished.created <= finished.started <= finished.finished
 
 
+async def test_a_group_of_higher_priority_is_started_before_older_ones(house):
+    created = await house.admin(create_groups([spec("low", priority=-1), spec("old"), spec("high", priority=5)]))
+    assert [group.priority for group in created] == [-1, 0, 5]
+    started = [each.rollout for each in await house.admin(claim("r", "me", 5, 3))]
+    assert started == ["high.0", "high.1", "old.0", "old.1", "low.0"]
+
+
 async def test_creating_a_group_again_changes_nothing(house):
     """A trainer whose first request was answered into the void asks again."""
     first = await house.admin(create_groups([spec(), spec("h")]))

@@ -183,7 +183,7 @@ async def test_a_stream_goes_on_elsewhere_from_the_tokens_that_it_showed(house, 
     assert 5 < kept < len(SAID)
     assert resumed.prompt == first.log[0].prompt + sampled[:kept]
     assert resumed.max_tokens == first.log[0].max_tokens - kept
-    assert resumed.seed != first.log[0].seed
+    assert (resumed.seed, resumed.begun) == (first.log[0].seed, kept)
     assert versions_of(node) == [first.version.pack()] * kept + [second.version.pack()] * (len(SAID) - kept)
     logprobs = engines[0].logprobs(1, len(SAID))
     assert np.frombuffer(node.logprobs, np.float32).tolist() == logprobs[:kept] + logprobs[: len(SAID) - kept]

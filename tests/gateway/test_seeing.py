@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+import time
 
 import httpx
 import openai
@@ -137,6 +138,7 @@ async def test_a_stream_that_breaks_is_counted_as_interrupted(house):
 
 async def test_calls_in_progress_say_what_they_wait_for(house):
     house.engine.script = lambda prompt, call: Scripted(answer("late"), delay_s=30)
+    began = time.time()
     first, second = await house.attempts(2)
     calls = [asyncio.create_task(say(house, each.key, [USER])) for each in (first, first, second)]
 
@@ -152,6 +154,7 @@ async def test_calls_in_progress_say_what_they_wait_for(house):
     assert [call.since for call in status.waiting] == sorted(call.since for call in status.waiting)
     (run,) = status.runs
     assert (run.run, run.queued, run.running, run.finished, run.in_flight, run.held) == ("r", 4, 2, 0, 3, 0)
+    assert began <= run.running_since <= status.waiting[0].since <= run.queued_since <= time.time()
     (engine,) = status.engines
     assert (engine.id, engine.healthy, engine.in_flight) == ("e", True, 3)
     (controller,) = status.controllers
@@ -257,11 +260,12 @@ async def test_a_status_crosses_http_as_the_contract_says(house):
     await until(asked, "the engine to be asked")
     headers = {"authorization": house.admin._http.headers["authorization"]}
     status = (await house.http.get(f"{house.url}/api/status", headers=headers)).json()
-    assert set(status) == {"gateways", "turnstiles", "runs", "waiting", "engines", "controllers"}
+    assert set(status) == {"store", "gateways", "turnstiles", "runs", "waiting", "engines", "controllers"}
     assert set(status["gateways"][0]) == {"id", "since"}
-    assert set(status["runs"][0]) == {"run", "queued", "running", "finished", "held", "in_flight"}
+    counts = {"queued", "running", "finished", "held", "in_flight"}
+    assert set(status["runs"][0]) == {"run", *counts, "queued_since", "running_since"}
     assert set(status["waiting"][0]) == {"run", "rollout", "attempt", "call", "since", "for"}
-    assert set(status["controllers"][0]) == {"owner", "attempts", "lease_until"}
+    assert set(status["controllers"][0]) == {"owner", "attempts", "lease_until", "presence"}
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
 
@@ -301,6 +305,7 @@ async def test_a_gateway_whose_store_is_out_of_reach_lives_and_is_not_ready(hous
     assert count(await scrape(house), "harnessed_store_up") == 0
     status = await house.admin(get_status())
     assert (status.runs, status.controllers) == ([], []) and len(status.engines) == 1
+    assert status.store == "did not answer within 5 s"
 
 
 def test_a_run_is_served_if_one_of_its_engines_is_healthy():

@@ -12,7 +12,7 @@ from harnessed.client import end_attempt, get_rollout
 from harnessed.config import ConfigError
 from harnessed.gateway import metrics, retention
 from harnessed.gateway import store as store_module
-from harnessed.gateway.lifecycle import create_groups, get_group
+from harnessed.gateway.lifecycle import claim, create_groups, get_group
 from harnessed.gateway.store import Refused, Store
 from harnessed.gateway.tables import runs, schema
 from harnessed.records import Ending, GroupSpec, Metrics, Outcome
@@ -45,6 +45,25 @@ async def test_the_steps_make_the_tables(store):
         return compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), schema)
 
     assert await store.read(differences) == []
+
+
+async def test_the_highest_priority_is_claimed_first_and_the_oldest_among_equals(store):
+    specs = [
+        GroupSpec(id=id, run="r", task={}, n=2, priority=priority)
+        for id, priority in (("d", -1_000_000), ("b", 0), ("a", 0), ("c", 1_000_000))
+    ]
+    await store.write(add("r"))
+    for now, spec in enumerate(specs):
+        await store.write(lambda connection, spec=spec, now=now: create_groups(connection, [spec], float(now)))
+
+    async def claimed(most):
+        rows = await store.write(lambda connection: claim(connection, "r", "me", most, 1, 9.0))
+        return [rollout.id for rollout, _ in rows]
+
+    assert await claimed(3) == ["c.0", "c.1", "b.0"]
+    late = GroupSpec(id="e", run="r", task={}, n=1, priority=1)
+    await store.write(lambda connection: create_groups(connection, [late], 9.0))
+    assert await claimed(9) == ["e.0", "b.1", "a.0", "a.1", "d.0", "d.1"]
 
 
 async def test_seeds_and_steps_have_64_bits(store):

@@ -23,6 +23,7 @@ from harnessed.config import Advantage, ConfigError, Evaluation, Lora, Optimiser
 from harnessed.config import Trainer as Settings
 from harnessed.records import Fate
 from harnessed.training.backends.local import LocalBackend
+from harnessed.training.checkpoints import Checkpoints
 from harnessed.training.failures import RunFailed
 from harnessed.training.report import Report
 from harnessed.training.selection import select
@@ -192,11 +193,12 @@ def running(folder, backend, step):
     trainer = trainer_of(backend, steps=3)
     trainer._config.evaluation = Evaluation()
     trainer._folder, trainer._steps, trainer._saved, trainer._booked = folder, 0, 0, backend.version
-    trainer._consumed, trainer._checkpoints = [], []
+    trainer._consumed, trainer._flights, trainer._go_on, trainer._before = [], SimpleNamespace(tasks=5), list, None
+    trainer._checkpoints = Checkpoints(folder, keep=3, keep_best=1, note=str)
     trainer._display, trainer._rollouts = SimpleNamespace(phase=str), SimpleNamespace(give_up=list)
     trainer._report = SimpleNamespace(summary=str)
-    trainer.step = lambda number: step(trainer, number)
-    trainer._evaluate = trainer._summary = str
+    trainer._train = lambda: [step(trainer, number) for number in (1, 2, 3)]
+    trainer._summary, trainer._validation = str, SimpleNamespace(measure=lambda *_: None)
     return trainer
 
 

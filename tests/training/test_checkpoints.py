@@ -9,6 +9,7 @@ from policies import add_model, make_policy
 from transformers import AutoModelForCausalLM
 from updates import kept, served, step, take, train
 
+from harnessed.cli import _check_checkpoint
 from harnessed.config import ConfigError, Kl, Lora, Objective, Optimiser, Trainer
 from harnessed.records import Version
 from harnessed.training.backends.local import LocalBackend
@@ -125,6 +126,15 @@ def test_a_checkpoint_that_is_not_finished_has_no_name(model, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
+def test_a_checkpoint_is_written_over_one_that_was_damaged(model, tmp_path):
+    backend = backend_of(model, tmp_path / "w")
+    checkpoint = saved(backend, tmp_path / "c")
+    (checkpoint / "harnessed.json").write_text("{")
+    saved(backend, tmp_path / "c")
+    assert json.loads((checkpoint / "harnessed.json").read_text())["step"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "w"}
+
+
 def test_what_does_not_fit_a_checkpoint_is_said(model, tmp_path):
     plain, adapted = backend_of(model, tmp_path / "a"), backend_of(model, tmp_path / "b", lora=Lora(rank=4))
     for backend in (plain, adapted):
@@ -136,7 +146,9 @@ def test_what_does_not_fit_a_checkpoint_is_said(model, tmp_path):
             backend_of(policy, tmp_path / "w", **settings)
         shutil.rmtree(tmp_path / "w", ignore_errors=True)
 
-    refused("raise trainer.steps", resume_from=checkpoint, steps=2)
+    with pytest.raises(ConfigError, match=r"it has taken 2 steps: raise trainer\.steps above it"):
+        _check_checkpoint(checkpoint, Trainer(optimiser=FAST, steps=2))
+    _check_checkpoint(checkpoint, Trainer(optimiser=FAST, steps=3))
     refused("without LoRA", resume_from=checkpoint, lora=Lora())
     refused("with LoRA", resume_from=with_adapter)
     refused("has rank 4", resume_from=with_adapter, lora=Lora(rank=8))

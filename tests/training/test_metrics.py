@@ -9,6 +9,7 @@ from transcripts import node, transcript
 from harnessed.config import Advantage
 from harnessed.records import GroupSpec, Outcome, Version
 from harnessed.training.backends.tally import Tally, means
+from harnessed.training.lineages import Lineage
 from harnessed.training.metrics import of_groups, of_taken
 from harnessed.training.samples import build
 from harnessed.training.selection import Group, Taken, select
@@ -61,13 +62,15 @@ def test_staleness_counts_from_the_oldest_trained_token_of_a_rollout_over_lineag
             transcript([node(i, i - 1, [1], [2, 9], version=version) for i, version in enumerate(versions, 1)])
         )
 
+    # The second lineage went on from the weights of 0.5 as 1.6.
+    lineages = [Lineage(0, 0, 0), Lineage(1, 6, 5)]
     fresh, mixed = sample(Version(1, 7).pack()), sample(Version(0, 4).pack(), Version(1, 6).pack())
-    line = of_taken(Taken([fresh, mixed], [1.0, -1.0], 1), Version(1, 7))
-    assert (line["staleness_mean"], line["staleness_max"]) == (1.5, 3)
+    line = of_taken(Taken([fresh, mixed], [1.0, -1.0], 1), Version(1, 7), lineages)
+    assert (line["staleness_mean"], line["staleness_max"]) == (1.0, 2)
     context = node(1, 0, [1], [2, 9], version=Version(0, 2).pack(), logprobs=[])  # cannot be trained
     behind = build(transcript([context, node(2, 1, [1], [2, 9], version=Version(1, 6).pack())]))
-    assert of_taken(Taken([behind], [1.0], 1), Version(1, 7))["staleness_max"] == 1
-    unknown = of_taken(Taken([sample(-1)], [1.0], 1), Version(1, 7))
+    assert of_taken(Taken([behind], [1.0], 1), Version(1, 7), lineages)["staleness_max"] == 1
+    unknown = of_taken(Taken([sample(-1)], [1.0], 1), Version(1, 7), lineages)
     assert unknown["staleness_mean"] is unknown["staleness_max"] is None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harnessed.config import Config, ConfigError
+from harnessed.training.resumed import Resumed
 from harnessed.training.trackers import check_trackers, open_trackers
 
 ROOT = Path(__file__).parents[2]
@@ -37,8 +38,22 @@ def proxy():
         yield f"http://127.0.0.1:{listener.getsockname()[1]}", knocked
 
 
-@pytest.mark.parametrize("kind", ["wandb", "mlflow", "trackio"])
-def test_a_real_tracker_keeps_the_numbers_in_the_runs_folder_and_calls_nobody(tmp_path, proxy, kind):
+LIFE = [[1, "reward/tests", 0.25], [1, "reward_mean", 0.5], [2, "reward_mean", 0.75]]
+AGAIN = [2, "reward_mean", 0.25]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "run", "points"),
+    [
+        ("wandb", (), "run-1", LIFE),
+        ("wandb", ("resumed",), "run-1-resumed-1", [AGAIN]),
+        ("mlflow", (), "run-1", LIFE),
+        ("mlflow", ("resumed",), "run-1", [*LIFE, AGAIN]),
+        ("trackio", (), "run-1", LIFE),
+        ("trackio", ("resumed",), "run-1", [*LIFE, AGAIN]),
+    ],
+)
+def test_a_real_tracker_keeps_the_numbers_in_the_runs_folder_and_calls_nobody(tmp_path, proxy, kind, how, run, points):
     if not PYTHON.exists():
         pytest.fail("the packages are missing: run `make test`, or `make trackers` once")
     address, knocked = proxy
@@ -48,7 +63,7 @@ def test_a_real_tracker_keeps_the_numbers_in_the_runs_folder_and_calls_nobody(tm
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(ROOT / "src")}
     environment |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), address)
     done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("track.py"), kind, folder],
+        [PYTHON, Path(__file__).with_name("track.py"), kind, folder, *how],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -57,9 +72,8 @@ def test_a_real_tracker_keeps_the_numbers_in_the_runs_folder_and_calls_nobody(tm
     )
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads(done.stdout)  # and nothing else was printed
-    points = sorted(kept.pop("points"))
-    assert points == [[1, "reward/tests", 0.25], [1, "reward_mean", 0.5], [2, "reward_mean", 0.75]]
-    assert kept == {"project": "proj", "run": "run-1", "steps": 100}
+    assert sorted(kept.pop("points")) == sorted(points)
+    assert kept == {"project": "proj", "run": run, "steps": 100}
     assert knocked == []
     assert not [path for path in folder.rglob("*") if path.is_file() and b"a-secret" in path.read_bytes()]
     assert {path.name for path in tmp_path.iterdir()} == {"home", "run"}
@@ -128,6 +142,18 @@ def test_a_tracker_that_fails_is_left_out_with_one_warning_and_the_others_go_on(
 
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward_mean")] == [1, 2, 3, 4]
+
+
+def test_steps_that_are_taken_again_replace_what_tensorboard_showed(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with open_trackers(config("tensorboard"), tmp_path, "r") as track:
+        for step in range(1, 5):
+            track(step, {"reward_mean": 0.5})
+    with open_trackers(config("tensorboard"), tmp_path, "r", Resumed(1, None, 2, None, frozenset(), ())) as track:
+        track(3, {"reward_mean": 0.75})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward_mean")
+    assert [(event.step, event.value) for event in events] == [(1, 0.5), (2, 0.5), (3, 0.75)]
 
 
 def test_a_tracker_that_cannot_start_ends_the_run_before_it_begins(tmp_path, failing):

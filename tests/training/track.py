@@ -1,4 +1,6 @@
-"""Tracks two steps with a real package and prints what it kept, as JSON: `python track.py KIND FOLDER`.
+"""Tracks two steps with a real package and prints what it kept, as JSON: `python track.py KIND FOLDER [resumed]`.
+
+The run is then resumed after the first of them, and takes the second again.
 
 Run by test_trackers.py in the environment that has the packages.
 """
@@ -7,10 +9,12 @@ import json
 import sqlite3
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from harnessed.config import Config
+from harnessed.training.resumed import Resumed
 from harnessed.training.trackers import open_trackers
 
 LINES = [
@@ -19,7 +23,7 @@ LINES = [
 ]
 
 
-def main(kind: str, folder: Path) -> None:
+def main(kind: str, folder: Path, *, is_resumed: bool) -> None:
     config = Config.model_validate(
         {
             "run": {"project": "proj"},
@@ -33,13 +37,24 @@ def main(kind: str, folder: Path) -> None:
     with open_trackers(config, folder, "run-1") as track:
         for step, metrics in LINES:
             track(step, metrics)
+    if is_resumed:
+        resumed = Resumed(1, None, 1, None, frozenset(), ())
+        with open_trackers(config, folder, "run-1", resumed) as track:
+            track(2, {"reward_mean": 0.25})
     print(json.dumps(KEPT[kind](folder / kind)))
 
 
 def kept_by_wandb(folder: Path) -> dict:
+    path = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime)
+    deadline = time.monotonic() + 30
+    while not (kept := kept_in(path))["points"] and time.monotonic() < deadline:
+        time.sleep(0.1)  # another process of the package writes it
+    return kept
+
+
+def kept_in(path: Path) -> dict:
     from wandb.proto import wandb_internal_pb2 as proto
 
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     kept = {"points": []}
     for data in records_of(path.read_bytes()):
         record = proto.Record()
@@ -91,4 +106,4 @@ def kept_by_trackio(folder: Path) -> dict:
 KEPT = {"wandb": kept_by_wandb, "mlflow": kept_by_mlflow, "trackio": kept_by_trackio}
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), is_resumed=sys.argv[3:] == ["resumed"])

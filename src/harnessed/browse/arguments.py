@@ -1,7 +1,8 @@
-"""The arguments of `harnessed rollouts`; the command line calls `add_commands`.
+"""The arguments of `harnessed rollouts` and `harnessed timeline`; the command line calls `add_commands` and
+`add_timeline_arguments`.
 
-What the commands do is in `commands.py`, which needs the database: services and other commands need not wait until that
-is imported.
+What the commands do is in `commands.py` and `compare.py`, which need the database: services and other commands need not
+wait until that is imported.
 """
 
 import argparse
@@ -30,6 +31,20 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             command.add_argument("out", type=Path, metavar="OUT.jsonl|OUT.parquet")
         if name == "prune":
             command.add_argument("--older-than", type=float, default=7, metavar="DAYS", help="days since it ended; 7")
+
+
+def add_timeline_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `harnessed timeline`."""
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="folders of runs, drawn side by side")
+    where = "by default timeline.png in the run's folder; of several runs, in the current one"
+    parser.add_argument("--out", type=Path, metavar="FILE.png|FILE.svg", help=where)
+    parser.set_defaults(run=_timeline)
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    from harnessed.browse.compare import timeline
+
+    return timeline(arguments)
 
 
 def _run(name: str, arguments: argparse.Namespace) -> int:

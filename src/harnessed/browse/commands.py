@@ -9,24 +9,21 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
-from sqlalchemy import URL, Connection, create_engine
+from sqlalchemy import Connection
 
 from harnessed.browse.export import export
+from harnessed.browse.opening import opened, settings_of
 from harnessed.browse.prune import prune
 from harnessed.config import ConfigError
-from harnessed.gateway.app import DATABASE
-from harnessed.gateway.lifecycle import list_rollouts, list_runs
+from harnessed.gateway.lifecycle import list_rollouts
 from harnessed.gateway.recording import load_transcript
 from harnessed.gateway.template import ChatTemplate
 from harnessed.logs import visible
@@ -39,7 +36,7 @@ COLOURS = {Fate.TRAINED: "green", Fate.EVALUATION: "cyan", Fate.GROUP_SKIPPED: "
 
 def _list(arguments: argparse.Namespace) -> int:
     table = Table("rollout", "purpose", "state", "reward", "attempts", "reason", box=None)
-    with _opened(arguments.folder) as (connection, run):
+    with opened(arguments.folder) as (connection, run):
         for rollout in list_rollouts(connection, run.id):
             reward = "-" if rollout.reward is None else f"{rollout.reward:g}"
             state = str(rollout.outcome or rollout.state)
@@ -52,7 +49,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     console = _console()
-    with _opened(arguments.folder) as (connection, run):
+    with opened(arguments.folder) as (connection, run):
         rollout = _find(connection, run, arguments.rollout)
         transcript = load_transcript(connection, rollout.id)
         template = ChatTemplate(Path(run.policy)) if arguments.tokens else None
@@ -77,7 +74,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    with _opened(arguments.folder) as (connection, run):
+    with opened(arguments.folder) as (connection, run):
         rollout = _find(connection, run, arguments.rollout)
     found = sorted((arguments.folder / "attempts").glob(f"{rollout.id}.*/log.txt"))
     if not found:
@@ -94,7 +91,7 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace) -> int:
     bound = _bound(arguments.folder)
-    with _opened(arguments.folder) as (connection, run):
+    with opened(arguments.folder) as (connection, run):
         rollouts = list_rollouts(connection, run.id)
         rows = ((each, row) for each in rollouts for row in build(load_transcript(connection, each.id), bound).rows)
         count = export(arguments.out, rows)
@@ -103,24 +100,10 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    with _opened(arguments.folder) as (_, run):
+    with opened(arguments.folder) as (_, run):
         pruned = prune(arguments.folder, run.id, days=arguments.older_than)
     print(f"pruned {pruned.rollouts} rollouts with {pruned.answers} answers; {pruned.megabytes:.1f} MB are free again")
     return 0
-
-
-@contextmanager
-def _opened(folder: Path) -> Iterator[tuple[Connection, RunSpec]]:
-    """The run's database, read only, and its latest run."""
-    database = folder / DATABASE
-    if not database.is_file():
-        raise ConfigError(f"{folder} is no run's folder: it has no {DATABASE}")
-    url = URL.create("sqlite", database=database.resolve().as_uri(), query={"mode": "ro", "uri": "true"})
-    with create_engine(url).connect() as connection:
-        runs = list_runs(connection)
-        if not runs:
-            raise ConfigError(f"{folder} holds no run yet")
-        yield connection, runs[-1]
 
 
 def _find(connection: Connection, run: RunSpec, name: str) -> Rollout:
@@ -141,8 +124,7 @@ def _final_fates(folder: Path, rollout: str) -> dict[str, int]:
 
 def _bound(folder: Path) -> Bound:
     """The longest row, as the run's configuration had it."""
-    path = folder / "config.yaml"
-    settings = (yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}).get("trainer", {})
+    settings = settings_of(folder).get("trainer", {})
     overlong = Overlong(settings.get("overlong", Overlong.TRUNCATE))
     return Bound(settings.get("row_tokens"), Overlong.TRUNCATE if overlong == Overlong.FAIL else overlong)
 

@@ -21,6 +21,7 @@ from harnessed.config import ConfigError
 from harnessed.loading import load
 from harnessed.records import Status
 from harnessed.run import ADMIN_KEY_FILE, URL_FILE, admin_key
+from harnessed.waiting import goes_on, who_waits
 
 MOST_CALLS = 10
 """Waiting calls that are shown: those that wait longest."""
@@ -99,6 +100,7 @@ def _look(gateway: Client) -> tuple[RenderableType, bool]:
 def page(status: Status, trouble: str, now: float) -> RenderableType:
     """What is shown; `trouble`: why the gateway is not ready."""
     parts: list[RenderableType] = [f"not ready: {escape(trouble)}" if trouble else "ready"]
+    parts += [escape(f"{run.run}: {who_waits(status, run.run, now)}") for run in status.runs if goes_on(status, run)]
     for title, columns, rows in (
         ("gateways", ("id", "for"), [(each.id, _ago(each.since, now)) for each in status.gateways]),
         (
@@ -124,8 +126,17 @@ def page(status: Status, trouble: str, now: float) -> RenderableType:
         ),
         (
             "controllers",
-            ("owner", "attempts", "lease"),
-            [(each.owner, each.attempts, _lease(each.lease_until, now)) for each in status.controllers],
+            ("owner", "attempts", "lease", "slots", "in the evaluator"),
+            [
+                (
+                    each.owner,
+                    each.attempts,
+                    _lease(each.lease_until, now),
+                    each.presence and each.presence.slots,
+                    each.presence and each.presence.judging,
+                )
+                for each in status.controllers
+            ],
         ),
         (
             f"calls that wait longest, of {len(status.waiting)}",

@@ -47,6 +47,7 @@ class LocalRunner:
         self._fence: fence.Fence | None = None
         self._tasks: dict[str, asyncio.Task[Ended]] = {}
         self._stopping: set[str] = set()
+        self._judging = 0
         settings = config.controller
         self._bounds = Bounds(
             file_bytes=settings.file_size_mb * _MEGABYTE,
@@ -77,6 +78,9 @@ class LocalRunner:
 
     def attempts(self) -> Mapping[str, Ended | None]:
         return {name: _end_of(task) for name, task in self._tasks.items()}
+
+    def judging(self) -> int:
+        return self._judging
 
     def stop(self, attempt: str) -> None:
         if attempt not in self._stopping:
@@ -137,10 +141,13 @@ class LocalRunner:
         ending.reason = ending.reason.replace(assignment.key, "***")
         if ending.outcome not in TRAINED_OUTCOMES:
             return Ended(ending)
+        self._judging += 1
         try:
             verdict = await self._evaluate(task, folder)
         except EvaluatorBroken as error:
             return Ended(Ending(outcome=Outcome.INFRASTRUCTURE, reason=str(error)), final=True)
+        finally:
+            self._judging -= 1
         return Ended(ending.model_copy(update=dict(verdict)))
 
     async def _tidy(self, folder: AttemptFolder, outcome: Outcome) -> None:

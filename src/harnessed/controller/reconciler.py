@@ -24,7 +24,7 @@ from harnessed.config import Config
 from harnessed.controller.local import LocalRunner
 from harnessed.controller.predecessor import Predecessor
 from harnessed.controller.runner import Ended, Runner
-from harnessed.records import Assignment, Ending, Outcome
+from harnessed.records import Assignment, Ending, Outcome, Presence
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -184,7 +184,8 @@ class Reconciler:
         if self._renewing is None and time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + RENEW_S
             self._claimed_since_renewal.clear()
-            self._renewing = self._begin(self._client(renew(self._owner)))
+            presence = Presence(run=self._run, slots=self._config.slots, judging=self._runner.judging())
+            self._renewing = self._begin(self._client(renew(self._owner, presence)))
 
     def _take_answers(self) -> None:
         if self._claiming and self._claiming.done():

@@ -28,6 +28,9 @@ class Runner(Protocol):
     def attempts(self) -> Mapping[str, Ended | None]:
         """Every attempt that was started and not forgotten: how it ended, or None while anything of it runs."""
 
+    def judging(self) -> int:
+        """Attempts whose agent has ended, and whose evaluator runs."""
+
     def stop(self, attempt: str) -> None:
         """Begin to end an attempt; its end is then `cancelled`, unless it came first. May be repeated."""
 

@@ -1,13 +1,15 @@
 """The engine's HTTP interface, used by the gateway (generate, health) and the trainer (pause, resume).
 
     POST /generate  {"prompt": [id], "max_tokens": int, "temperature": float, "top_p": float, "seed": int,
-                     "stop": [id], "stop_strings": [text], "stream": bool, "id": text}
+                     "stop": [id], "stop_strings": [text], "stream": bool, "id": text, "begun": int}
                  -> {"tokens": [id], "logprobs": [float], "versions": [packed version],
                      "finish": "stop" | "length" | "interrupted"}
                     With `stream`, lines of {"tokens": [id], "logprobs": [float], "versions": [packed version]} come
                     before it: what was sampled since the last one. Whoever loses the end can go on from them.
-    POST /interrupt {"id": text} -> {"found": bool}
-                    What is generated under that id ends with the tokens that it has.
+                    `begun`: so many of the prompt's last tokens are the beginning of this answer, which was broken off.
+    POST /interrupt {"ids": [text]} -> {"found": [text]}
+                    What is generated under these ids ends with the tokens that it has; answers when it has ended, which
+                    is at the next token. Its own answers come after that.
     GET  /health -> {"status": "ok" | "unusable", "reason": why it is unusable, "model": name, "version": packed,
                      "sampled_tokens": int, "reused_tokens": prompt tokens that were not computed again, "running": int,
                      "waiting": int, "paused": bool, "context": tokens}
@@ -63,12 +65,15 @@ class GenerateRequest(Record):
     stream: bool = False
     id: str = ""
     """To interrupt it by."""
+    begun: int = Field(0, ge=0)
+    """So many of the prompt's last tokens were sampled for the same answer. It goes on as if it had not been broken
+    off: with the numbers that come next, and with what there is already of a stop string."""
 
 
 class InterruptRequest(Record):
     """The body of POST /interrupt."""
 
-    id: str = Field(min_length=1)
+    ids: list[Annotated[str, Field(min_length=1)]]
 
 
 class Refusal(Exception):
@@ -137,16 +142,20 @@ class Routes:
         if prompt + answer > self._context:
             asks = f"{prompt} prompt tokens and max_tokens {answer} exceed the model's context of {self._context}"
             raise Refusal(400, "context", f"{asks}: shorten the prompt or ask for fewer tokens")
+        if asked.begun > prompt:
+            raise Refusal(400, "bad_request", f"begun: {asked.begun} tokens cannot be of a prompt of {prompt}")
         ended = None
         if asked.stop_strings:
             if self._tokenizer is None:
                 raise Refusal(400, "no_tokenizer", "stop_strings need a tokenizer.json in the model's folder")
-            ended = _ended(self._tokenizer, asked.stop_strings)
+            ended = _ended(self._tokenizer, asked.stop_strings, asked.prompt[prompt - asked.begun :])
         stop = frozenset(asked.stop)
-        return Sequence(asked.prompt, asked.max_tokens, asked.temperature, asked.seed, stop, ended, asked.top_p)
+        sampled = asked.max_tokens, asked.temperature, asked.seed, stop, ended, asked.top_p, asked.begun
+        return Sequence(asked.prompt, *sampled)
 
     async def interrupt(self, request: Request) -> Response:
-        return _json({"found": self._queue.interrupt(_body(await request.body(), InterruptRequest).id)})
+        asked = _body(await request.body(), InterruptRequest)
+        return _json({"found": sorted(await self._queue.interrupt(set(asked.ids)))})
 
     async def health(self, _: Request) -> Response:
         version, reason = self._queue.served()
@@ -236,13 +245,15 @@ def _body(body: bytes, model: type[T]) -> T:
         raise Refusal(400, "bad_request", f"{where}: {fault['msg']}") from None
 
 
-def _ended(tokenizer: Tokenizer, strings: list[str]) -> Callable[[list[int]], bool]:
-    """Whether one of the strings ends in the last token."""
+def _ended(tokenizer: Tokenizer, strings: list[str], begun: list[int]) -> Callable[[list[int]], bool]:
+    """Whether one of the strings ends in the last token. `begun`: the tokens before the first."""
     # A token stands for at least one byte of text, so the strings lie within so many tokens.
     most = max(len(string.encode()) for string in strings)
+    begun = begun[-most:]
 
     def ended(tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens[-most:])
+        last = tokens[-most:]
+        text = tokenizer.decode((begun + last)[-most:])
         return any(string in text for string in strings)
 
     return ended

@@ -55,7 +55,10 @@ class Sequence:
         stop: frozenset[int],
         ended: Callable[[list[int]], bool] | None = None,
         top_p: float = 1.0,
+        begun: int = 0,
     ) -> None:
+        """`begun`: so many of the prompt's last tokens were sampled for the same answer, before an interruption; it
+        goes on with the numbers that it would have drawn without."""
         self.prompt = prompt
         """Not empty; prompt and max_tokens fit the model's context."""
         self.max_tokens = max_tokens
@@ -69,6 +72,8 @@ class Sequence:
         """Whether the tokens sampled so far hold a text that ends the sequence, by the last of them."""
         self.uniform = random.Random(seed).random
         """The next number for the draw, in [0, 1)."""
+        for _ in range(begun):
+            self.uniform()
         self.tokens: list[int] = []
         """Sampled, the stop included."""
         self.logprobs: list[float] = []
@@ -76,7 +81,7 @@ class Sequence:
         self.version = UNKNOWN_VERSION
         """Packed, of the weights that sample it; set by whoever makes it grow."""
         self.interrupted = False
-        """Set from another thread: nobody wants more than the next token."""
+        """Set from another thread: nobody wants more than the next token, nor the rest of a prompt to be computed."""
         self.finish = ""
         """`stop`, `length` or `interrupted`; empty while it grows."""
 
@@ -104,22 +109,35 @@ class Batch:
         """In the order of the block's rows; ended ones among them until they leave."""
         self._block: _Block | None = None
         """All tokens but each row's last one."""
+        self._just_ended: list[int] = []
+        """The rows whose last token was the last one drawn."""
 
     @torch.inference_mode()  # type: ignore[untyped-decorator]
     def advance(self, new: list[Sequence], attend: Callable[[], bool]) -> None:
         """Append at least one token to each sequence; return when one ends, or after a token when `attend()` is true.
 
         Something must grow already, or be `new`. New ones join; where the model's cache cannot be joined (`joinable`),
-        only when nothing grows. Raises FloatingPointError if the model gives no probabilities; the batch is then of no
-        more use.
+        only when nothing grows. Those that are interrupted before their prompts are computed end without a token.
+        Raises FloatingPointError if the model gives no probabilities; the batch is then of no more use.
         """
+        self.keep()
         self._drop_ended(at_once=bool(new))
         logits = [self._step()] if self._rows else []
         if new:
-            logits.append(self._admit(new))
-        ended = self._draw(torch.cat(logits))
+            logits += self._admit(new)
+        ended = any(row.finish for row in new)
+        if logits:
+            ended |= self._draw(torch.cat(logits))
         while not (ended or attend()):
             ended = self._draw(self._step())
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def keep(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Keep what is computed of sequences that have ended, for prompts that begin with it; `enough()`: no more of
+        it. `advance` does so first: whoever waits for an answer or an interruption does not wait for that."""
+        while self._just_ended and not enough():
+            self._keep(self._just_ended.pop())
+        self._just_ended.clear()
 
     def _drop_ended(self, at_once: bool) -> None:
         left = [i for i, row in enumerate(self._rows) if not row.finish]
@@ -133,24 +151,34 @@ class Batch:
         elif self._block:
             self._block.select(torch.tensor(left))
 
-    def _admit(self, new: list[Sequence]) -> torch.Tensor:
-        """Append rows; the logits [new row, vocabulary] after their prompts."""
+    def _admit(self, new: list[Sequence]) -> list[torch.Tensor]:
+        """Append rows; the logits [new row, vocabulary] after their prompts. Nothing, if all are interrupted."""
         # The rollouts of a group begin with the same prompt, which is computed once.
-        prompts = [_Prompt(ids, *self._prefixes.find(ids)) for ids in dict.fromkeys(tuple(row.prompt) for row in new)]
+        asking: dict[tuple[int, ...], list[Sequence]] = {}
+        for row in new:
+            asking.setdefault(tuple(row.prompt), []).append(row)
+        prompts = [_Prompt(ids, *self._prefixes.find(ids), rows) for ids, rows in asking.items()]
         prompts.sort(key=lambda prompt: prompt.rest)
-        distinct = {prompt.ids: i for i, prompt in enumerate(prompts)}
-        new = sorted(new, key=lambda row: distinct[tuple(row.prompt)])
-        parts = list(_parts(self._model, prompts))
-        filled = [_prefill(self._model, part) for part in parts]
-        self._prefixes.reused_tokens += sum(prompt.used(part) for part in parts for prompt in part)
-        block = _join([block for block, _ in filled])
-        logits = torch.cat([logits for _, logits in filled])
-        if len(distinct) < len(new):
-            rows = torch.tensor([distinct[tuple(row.prompt)] for row in new])
-            block.select(rows)
-            logits = logits[rows]
-        self._block = _join([self._block, block]) if self._block else block
-        self._rows += new
+        blocks, logits, added = [], [], []
+        for part in _parts(self._model, prompts):
+            filled = _prefill(self._model, part)
+            rows = [(i, row) for i, prompt in enumerate(part) for row in prompt.rows]
+            if filled is None:
+                for _, row in rows:
+                    row.finish = "interrupted"
+                continue
+            block, after = filled
+            if len(rows) > len(part):
+                order = torch.tensor([i for i, _ in rows])
+                block.select(order)
+                after = after[order]
+            self._prefixes.reused_tokens += sum(prompt.used(part) for prompt in part)
+            blocks.append(block)
+            logits.append(after)
+            added += [row for _, row in rows]
+        if blocks:
+            self._block = _join([self._block, *blocks] if self._block else blocks)
+            self._rows += added
         return logits
 
     def _step(self) -> torch.Tensor:
@@ -169,11 +197,11 @@ class Batch:
                 row.append(token, logprob)
                 if row.finish:
                     ended = True
-                    self._keep(i)
+                    self._just_ended.append(i)
         return ended
 
     def _keep(self, i: int) -> None:
-        """What is computed of a row that ends now; later its last token would be entered again and again."""
+        """What is computed of a row that ended with the last draw; later its last token is entered again and again."""
         assert self._block is not None
         ids = self._rows[i].prompt + self._rows[i].tokens[:-1]
         layers = self._block.cache.layers if self._prefixes.takes(len(ids)) else []
@@ -190,6 +218,8 @@ class _Prompt:
     kept: Layers
     """What is known already: the first `known` columns are those of its first tokens."""
     known: int
+    rows: list[Sequence]
+    """Those that it is computed for."""
 
     @property
     def rest(self) -> int:
@@ -202,6 +232,10 @@ class _Prompt:
         on the left only.
         """
         return max(len(self.ids) - part[-1].rest, 0)
+
+    @property
+    def wanted(self) -> bool:
+        return not all(row.interrupted for row in self.rows)
 
 
 class _Block:
@@ -279,14 +313,23 @@ def _parts(model: Any, prompts: list[_Prompt]) -> Iterator[list[_Prompt]]:
     yield part
 
 
-def _prefill(model: Any, part: list[_Prompt]) -> tuple[_Block, torch.Tensor]:
-    """A block of some prompts, shortest rest first, and the logits [row, vocabulary] after them."""
+def _prefill(model: Any, part: list[_Prompt]) -> tuple[_Block, torch.Tensor] | None:
+    """A block of some prompts, shortest rest first, and the logits [row, vocabulary] after them; None: nobody wants
+    them any more."""
     width = part[-1].rest
     ends = [prompt.ids[-width:] for prompt in part]
     # Any id serves as padding, since nothing attends to it.
     ids = torch.tensor([[0] * (width - len(end)) + list(end) for end in ends])  # [row, column]
-    block = _begun(model, part)
-    return block, block.forward(model, ids, _mask([len(end) for end in ends], width))
+    mask = _mask([len(end) for end in ends], width)
+    block, logits = _begun(model, part), None
+    # What is longer than a part is one prompt, without padding.
+    most = PREFILL_TOKENS if len(part) == 1 and _plain(block.cache) else width
+    for begin in range(0, width, most):
+        if not any(prompt.wanted for prompt in part):
+            return None
+        logits = block.forward(model, ids[:, begin : begin + most], mask[:, begin : begin + most])
+    assert logits is not None
+    return block, logits
 
 
 def _begun(model: Any, part: list[_Prompt]) -> _Block:

@@ -75,6 +75,8 @@ class Queue:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ending = threading.Event()
+        self._returned = asyncio.Event()
+        """Set when the worker returns, before anybody gets the answer of what has ended by then."""
         # torch keeps the number of threads for each thread that calls it.
         self._worker = ThreadPoolExecutor(1, "generate", torch.set_num_threads, (threads,))
 
@@ -119,18 +121,21 @@ class Queue:
             return None
         raise Unavailable(f"not begun within {QUEUE_LIMIT_S:.0f} s: {self._obstacle()}")
 
-    def interrupt(self, id: str) -> bool:
-        """End the requests of that id with the tokens that they have; whether there was one."""
-        waiting = [request for request in self._waiting if request.id == id]
+    async def interrupt(self, ids: set[str]) -> set[str]:
+        """End the requests of these ids with the tokens that they have; those of the ids that there were. Returns when
+        nothing is generated for them any more, at the next token."""
+        waiting = [request for request in self._waiting if request.id in ids]
         for request in waiting:
             self._waiting.remove(request)
             request.sequence.finish = "interrupted"
             request.done.set_result(self._version)
         self._look()
-        running = [request for request in self._running if request.id == id]
+        running = [request for request in self._running if request.id in ids]
         for request in running:
             request.sequence.interrupted = True
-        return bool(waiting or running)
+        while any(not (request.sequence.finish or request.done.done()) for request in running):
+            await self._returned.wait()
+        return {request.id for request in waiting + running}
 
     async def pause(self) -> None:
         """Returns when nothing generates any more. Nothing will until `resume`, even if the caller is gone."""
@@ -182,11 +187,14 @@ class Queue:
             for request in new:
                 request.sequence.version = version.pack()
             if not self._running:
+                # What is kept of weights that are about to be written serves nobody.
+                await loop.run_in_executor(self._worker, batch.keep, lambda: self.paused)
                 return
             self._look()
             await loop.run_in_executor(
                 self._worker, batch.advance, [request.sequence for request in new], lambda: self._attend(loop)
             )
+            self._tell_returned()
             if self._readable() != version:
                 raise Unavailable("the weights were written during the generation: POST /pause before writing them")
             for request in self._running:
@@ -229,8 +237,13 @@ class Queue:
         for request in self._running:
             request.fail(error)
         self._running = []
+        self._tell_returned()
         # Perhaps of weights that were being written.
         self._prefixes.clear()
+
+    def _tell_returned(self) -> None:
+        self._returned.set()
+        self._returned = asyncio.Event()
 
     def _look(self) -> None:
         """To be called when `paused` or what waits has changed."""

@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from starlette.requests import Request
 from starlette.routing import Route
 
-from harnessed.gateway import closings, lifecycle, metrics, recording
+from harnessed.gateway import closings, controllers, lifecycle, metrics, recording
 from harnessed.gateway.attempts import Attempts
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.examine import examine
@@ -40,6 +40,7 @@ from harnessed.records import (
     Group,
     GroupSpec,
     Metrics,
+    Presence,
     Record,
     Reward,
     Rollout,
@@ -69,6 +70,10 @@ class Claim(Record):
 
 class Renewal(Record):
     owner: str
+
+
+class ControllerRenewal(Renewal):
+    presence: Presence | None = None
 
 
 class AttemptEnding(Ending):
@@ -106,6 +111,7 @@ class Api:
             Operation("POST", "/api/runs/{run}/cancel", self.cancel_run),
             Operation("POST", "/api/runs/{run}/metrics", self.post_metrics),
             Operation("GET", "/api/runs/{run}/metrics", self.list_metrics, query={"after": int}),
+            Operation("DELETE", "/api/runs/{run}/metrics", self.forget_metrics, query={"above": int}),
             Operation("POST", "/api/runs/{run}/fates", self.post_fates),
             Operation("GET", "/api/runs/{run}/turnstile", self.get_turnstile),
             Operation("POST", "/api/runs/{run}/turnstile/close", self.close_turnstile),
@@ -164,6 +170,10 @@ class Api:
     async def list_metrics(self, request: Request) -> list[Metrics]:
         run, after = request.path_params["run"], number(request, "after")
         return await self._store.read(lambda connection: metrics.after(connection, run, after))
+
+    async def forget_metrics(self, request: Request) -> None:
+        run, above = request.path_params["run"], number(request, "above")
+        await self._store.write(lambda connection: metrics.forget(connection, run, above))
 
     async def post_fates(self, request: Request, body: dict[str, dict[Fate, int]]) -> None:
         run = request.path_params["run"]
@@ -286,8 +296,13 @@ class Api:
                 break
         return [self._assignment(rollout, task) for rollout, task in claimed]
 
-    async def renew(self, request: Request, body: Renewal) -> list[str]:
-        return await self._store.write(lambda connection: lifecycle.renew(connection, body.owner, time.time()))
+    async def renew(self, request: Request, body: ControllerRenewal) -> list[str]:
+        def renew(connection: Connection) -> list[str]:
+            now = time.time()
+            controllers.keep(connection, body.owner, body.presence, now)
+            return lifecycle.renew(connection, body.owner, now)
+
+        return await self._store.write(renew)
 
     async def get_held_seconds(self, request: Request) -> float:
         rollout, attempt = request.path_params["rollout"], request.path_params["n"]

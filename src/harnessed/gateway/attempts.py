@@ -142,8 +142,7 @@ class Attempts:
 
     async def interrupt_run(self, run: str) -> None:
         """Running generations stop, and go on from their tokens when the run's turnstile opens."""
-        sessions = [session for session in self._sessions.values() if session.run == run]
-        await asyncio.gather(*(self._sampler.suspend(*each) for each in _unanswered(sessions)))
+        await self._sampler.suspend(run)
 
     async def interrupt_rollout(self, rollout: str) -> None:
         """Another gateway is about to end its attempt: what is generated for it ends, and is recorded."""

@@ -6,7 +6,7 @@
 from sqlalchemy import Connection, delete, insert, select, update
 
 from harnessed.gateway.store import Refused
-from harnessed.gateway.tables import closings, runs
+from harnessed.gateway.tables import closings, past_closings, runs
 from harnessed.records import Closing, Turnstile, TurnstileState
 
 
@@ -91,5 +91,6 @@ def _check_owner(connection: Connection, run: str, owner: str) -> None:
 
 def _end(connection: Connection, closing: Turnstile, now: float) -> None:
     connection.execute(delete(closings).where(closings.c.run == closing.run))
-    passed = now - (closing.since or now)
-    connection.execute(update(runs).where(runs.c.id == closing.run).values(closed_s=runs.c.closed_s + passed))
+    since = closing.since or now
+    connection.execute(insert(past_closings).values(run=closing.run, since=since, until=now, owner=closing.owner))
+    connection.execute(update(runs).where(runs.c.id == closing.run).values(closed_s=runs.c.closed_s + now - since))

@@ -40,9 +40,11 @@ class Generation:
     id: str = ""
     """To interrupt it by."""
     top_p: float = 1.0
+    begun: int = 0
+    """So many of the prompt's last tokens were sampled for it before; the engine draws the numbers that come next."""
 
     def after(self, kept: "Generated") -> "Generation":
-        """The rest of an answer that was broken off; with another seed, or the same numbers would be drawn twice."""
+        """The rest of an answer that was broken off, as if it had not been."""
         sampled = len(kept.tokens)
         if not sampled:
             return self
@@ -50,7 +52,7 @@ class Generation:
             self,
             prompt=self.prompt + array("i", kept.tokens).tobytes(),
             max_tokens=self.max_tokens - sampled,
-            seed=self.seed + sampled,
+            begun=sampled,
         )
 
 
@@ -120,6 +122,7 @@ def ask(engine: EngineSpec, generation: Generation, *, stream: bool = False) -> 
         "stop": generation.stop,
         "stream": stream,
         "id": generation.id,
+        "begun": generation.begun,
     }
     return orjson.dumps(common | tokens | strings, option=orjson.OPT_SERIALIZE_NUMPY)
 

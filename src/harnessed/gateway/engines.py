@@ -4,6 +4,8 @@
 """
 
 import asyncio
+import time
+from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -27,7 +29,10 @@ from harnessed.gateway.progress import waits_for
 from harnessed.gateway.routing import Routing, Server, reason_in
 from harnessed.records import Dialect, Engine, EngineSpec
 
-INTERRUPT_LIMIT_S = 5.0
+INTERRUPT_LIMIT_S = 8.0
+"""How long an engine may take for its next token."""
+SOUGHT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+"""Between two requests to interrupt what an engine does not know yet, because it is on its way there."""
 LAST_WORDS_S = 8.0
 """How long an engine that is interrupted at the limit of a generation has to answer; then its connection is closed."""
 LOST_LIMIT_S = 1.0
@@ -65,6 +70,8 @@ class _Running:
     """What is sampled of it so far, as far as it is known."""
     deadline: float
     """In the time of the event loop."""
+    periods: "array[float]"
+    """When an engine was at it, in seconds since the epoch: begin and end, one after the other."""
     server: Server | None = None
     """Where it runs now."""
     lost: set[str] = field(default_factory=set)
@@ -108,7 +115,8 @@ class Engines:
         chat it ends there."""
         if server := self._routing.remove(id):
             there = [id for id, running in self._running.items() if running.server is server]
-            await asyncio.gather(*(self._end(id) for id in there if server.spec.speaks == Dialect.TOKENS))
+            if server.spec.speaks == Dialect.TOKENS:
+                await self._end(server, there)
 
     async def keep(self, engines: list[EngineSpec]) -> None:
         """These are stored; those that were and are no more are removed. One that is registered here at this moment may
@@ -125,13 +133,15 @@ class Engines:
         generation: Generation,
         kept: Generated = NOTHING,
         preview: Preview | None = None,
+        periods: "array[float] | None" = None,
     ) -> Generated:
-        """Sample one answer, of which `kept` was sampled before.
+        """Sample one answer, of which `kept` was sampled before; `periods` gets when an engine was at it.
 
         Within the time limit it waits for a healthy engine, and what an engine breaks off goes on from its tokens, at
         another one if this one was lost. Raises EngineFailed, which holds the tokens so far.
         """
-        running = _Running(kept, asyncio.get_running_loop().time() + self._limit_s)
+        deadline = asyncio.get_running_loop().time() + self._limit_s
+        running = _Running(kept, deadline, array("d") if periods is None else periods)
         self._running[generation.id] = running
         try:
             return await self._until_whole(run, rollout, generation, running, preview)
@@ -141,26 +151,25 @@ class Engines:
         finally:
             del self._running[generation.id]
 
-    async def interrupt(self, ids: Iterable[str]) -> None:
-        """Let generations end with the tokens that they have, where they run."""
-        ids = [id for id in ids if id in self._running]
+    async def interrupt(self, ids: Iterable[str], ended: Callable[[Iterable[str]], None] = lambda ids: None) -> None:
+        """Let generations end with the tokens that they have, where they run. `ended` is told of those that have ended
+        there, before their tokens come."""
+        at: dict[Server | None, list[str]] = {}
         for id in ids:
-            self._running[id].unwanted = True
+            if running := self._running.get(id):
+                running.unwanted = True
+                at.setdefault(running.server, []).append(id)
         self._routing.wake()
-        await asyncio.gather(*(self._end(id) for id in ids))
+        ended(at.pop(None, []))  # they are between two engines, and ask no other one
+        await asyncio.gather(*(self._end(server, ids, ended) for server, ids in at.items() if server))
 
     async def abandon(self, run: str, ids: Iterable[str]) -> None:
         """End generations that a gateway asked for which is dead, wherever they run; nobody gets their tokens. An
         engine that speaks chat ends what its client has left."""
         ids = list(ids)
 
-        async def end_at(engine: EngineSpec) -> None:
-            for id in ids:
-                if await self._interrupt(engine, id) is None:
-                    return
-
         engines = [server.spec for server in self._routing.servers(run) if server.spec.speaks == Dialect.TOKENS]
-        await asyncio.gather(*map(end_at, engines))
+        await asyncio.gather(*(self._interrupt(engine, ids) for engine in engines))
 
     def speaks(self, run: str) -> Dialect:
         """How the run's engines are asked; by tokens as long as there is none."""
@@ -258,6 +267,7 @@ class Engines:
         waits_for(f"engine {server.spec.id}")
         running.server = server
         server.in_flight += 1
+        began = time.time()
         try:
             async with asyncio.timeout(None) as limit:
                 timer = asyncio.get_running_loop().call_at(
@@ -266,6 +276,7 @@ class Engines:
                 try:
                     return await self._send(server.spec, generation, preview, pieces)
                 finally:
+                    running.periods.extend((began, time.time()))
                     timer.cancel()
                     if running.ending:
                         running.ending.cancel()
@@ -273,7 +284,7 @@ class Engines:
         except Lost:
             running.kept = running.kept.then(shown(pieces))
             # It may still run there: an engine does not see at once that its client is gone.
-            await self._interrupt(server.spec, generation.id, LOST_LIMIT_S)
+            await self._interrupt(server.spec, [generation.id], LOST_LIMIT_S)
             raise
         except TimeoutError:
             running.kept = running.kept.then(shown(pieces))
@@ -288,33 +299,42 @@ class Engines:
         tokens; of the others, the connection is closed, which ends a generation of vLLM."""
 
         async def end() -> None:
-            chats = running.server is not None and running.server.spec.speaks == Dialect.CHAT
-            if chats or not await self._end(id):
+            server = running.server
+            if server and (server.spec.speaks == Dialect.CHAT or not await self._end(server, [id])):
                 limit.reschedule(asyncio.get_running_loop().time())
 
         limit.reschedule(running.deadline + LAST_WORDS_S)
         running.ending = asyncio.create_task(end())
 
-    async def _end(self, id: str) -> bool:
-        """Interrupt a generation where it runs; false: it cannot be."""
-        # A request that is still on its way to the engine is not known there yet.
-        for wait_s in _BACKOFF_S:
-            running = self._running.get(id)
-            if running is None or running.server is None:
+    async def _end(
+        self, server: Server, ids: list[str], ended: Callable[[Iterable[str]], None] = lambda ids: None
+    ) -> bool:
+        """Interrupt generations that run at an engine; false: it cannot be told. `ended` is told of those that have."""
+        for wait_s in SOUGHT_S:
+            ids = [id for id in ids if (running := self._running.get(id)) and running.server is server]
+            if not ids:
                 return True
-            found = await self._interrupt(running.server.spec, id)
-            if found is not False:
-                return found is True
+            found = await self._interrupt(server.spec, ids)
+            if found is None:
+                return False
+            ended(found)
+            ids = [id for id in ids if id not in found]
+            if not ids:
+                return True
             await asyncio.sleep(wait_s)
         return False
 
-    async def _interrupt(self, engine: EngineSpec, id: str, limit_s: float = INTERRUPT_LIMIT_S) -> bool | None:
-        """Whether the engine knew of it; None: it cannot be told."""
+    async def _interrupt(
+        self, engine: EngineSpec, ids: list[str], limit_s: float = INTERRUPT_LIMIT_S
+    ) -> set[str] | None:
+        """Those that the engine knew, and that have ended there; None: it cannot be told."""
         try:
             limit = aiohttp.ClientTimeout(total=limit_s)
-            asked = self._session.post(f"{engine.url}/interrupt", json={"id": id}, timeout=limit, allow_redirects=False)
+            asked = self._session.post(
+                f"{engine.url}/interrupt", json={"ids": ids}, timeout=limit, allow_redirects=False
+            )
             async with asked as response:
-                return bool((await response.json())["found"]) if response.status == 200 else None
+                return set((await response.json())["found"]) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 

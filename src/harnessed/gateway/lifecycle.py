@@ -49,6 +49,7 @@ def create_run(connection: Connection, run: RunSpec, now: float) -> RunSpec:
 
 
 _RUN = [runs.c[name] for name in RunSpec.model_fields]
+_ROLLOUT = [rollouts.c[name] for name in Rollout.model_fields]
 
 
 def list_runs(connection: Connection) -> list[RunSpec]:
@@ -97,6 +98,7 @@ def _create_group(connection: Connection, spec: GroupSpec, now: float) -> None:
             "group": spec.id,
             "index": index,
             "purpose": spec.purpose,
+            "rank": -spec.priority,
             "state": State.QUEUED,
             "attempt": 0,
             "reason": "",
@@ -123,35 +125,36 @@ def list_groups(connection: Connection, run: str) -> list[Group]:
 
 
 def get_rollout(connection: Connection, id: str) -> Rollout:
-    row = _find(connection, rollouts, rollouts.c.id == id)
+    row = connection.execute(select(*_ROLLOUT).where(rollouts.c.id == id)).mappings().first()
     if row is None:
         raise Refused(404, f"no rollout {id}")
     return Rollout.model_validate(dict(row))
 
 
 def list_rollouts(connection: Connection, run: str) -> list[Rollout]:
-    query = select(rollouts).where(rollouts.c.run == run).order_by(rollouts.c.created, rollouts.c.id)
+    query = select(*_ROLLOUT).where(rollouts.c.run == run).order_by(rollouts.c.created, rollouts.c.id)
     return [Rollout.model_validate(dict(row)) for row in connection.execute(query).mappings()]
 
 
 def members(connection: Connection, group: str) -> list[Rollout]:
-    query = select(rollouts).where(rollouts.c.group == group).order_by(rollouts.c.index)
+    query = select(*_ROLLOUT).where(rollouts.c.group == group).order_by(rollouts.c.index)
     return [Rollout.model_validate(dict(row)) for row in connection.execute(query).mappings()]
 
 
 def claim(
     connection: Connection, run: str, owner: str, most: int, tries: int, now: float
 ) -> list[tuple[Rollout, Task]]:
-    """Start the next attempt of up to `most` queued rollouts of the runs of that id or name, oldest first.
+    """Start the next attempt of up to `most` queued rollouts of the runs of that id or name: the highest priority
+    first, the oldest among equals.
 
     Each comes with its task.
     """
     query = (
-        select(rollouts, groups.c.task)
+        select(*_ROLLOUT, groups.c.task)
         .join(groups, groups.c.id == rollouts.c.group)
         .where(rollouts.c.state == State.QUEUED)
         .where(or_(rollouts.c.run == run, rollouts.c.run.startswith(f"{run}-", autoescape=True)))
-        .order_by(rollouts.c.created, rollouts.c.group, rollouts.c.index)
+        .order_by(rollouts.c.rank, rollouts.c.created, rollouts.c.group, rollouts.c.index)
         .limit(most)
     )
     claimed = []

@@ -26,6 +26,11 @@ def after(connection: Connection, run: str, number: int) -> list[Metrics]:
     return [Metrics.model_validate({k: v for k, v in row.items() if k != "run"}) for row in rows]
 
 
+def forget(connection: Connection, run: str, above: int) -> None:
+    """Lines of steps above this one."""
+    connection.execute(delete(metrics).where(and_(metrics.c.run == run, metrics.c.step > above)))
+
+
 def keep_fates(connection: Connection, run: str, booked: dict[str, dict[Fate, int]]) -> None:
     """What was kept for the same rollouts is replaced. Raises Refused (404)."""
     ids = list(booked)

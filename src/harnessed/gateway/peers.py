@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from sqlalchemy import Connection, and_, delete, func, insert, select, text, update
 
-from harnessed.gateway import closings
+from harnessed.gateway import closings, hints
+from harnessed.gateway.hints import Listener
 from harnessed.gateway.lifecycle import list_engines
 from harnessed.gateway.store import Store, Work
 from harnessed.gateway.tables import attempts, calls, changes, gateways, nodes, rollouts
@@ -98,6 +99,9 @@ class Peers:
         self._calls = calls
         self._told: dict[str, float] = {}
         """Which closed turnstiles the others know to be quiet here."""
+        self._hinted = False
+        """Another gateway has written something since the last beat."""
+        self._listener: Listener | None = None
         self._missed: dict[str, float] = {}
         """Gateway -> when it was first seen to be without a connection; in seconds of `time.monotonic`."""
         self._cursor = 0
@@ -106,6 +110,9 @@ class Peers:
     async def join(self) -> None:
         """In place of an earlier process of that name."""
         lost = await self._store.write(partial(_join, id=self._id, name=self._name, alone=not self._store.shared))
+        if self._store.shared:
+            loop = asyncio.get_running_loop()
+            self._listener = Listener(self._store, partial(loop.call_soon_threadsafe, self._hint))
         await self.beat()
         self._begin(self._calls.stop_lost(lost))
 
@@ -115,7 +122,7 @@ class Peers:
         while True:
             next_beat = time.monotonic() + period
             # The owner of a closing waits until all are quiet.
-            while self._turnstiles.quiet() == self._told and await self._turnstiles.change(next_beat):
+            while self._up_to_date and await self._turnstiles.change(next_beat):
                 pass
             try:
                 await self.beat()
@@ -123,11 +130,22 @@ class Peers:
                 log.exception("this gateway cannot say that it is alive")
                 await asyncio.sleep(period)
 
+    @property
+    def _up_to_date(self) -> bool:
+        return self._turnstiles.quiet() == self._told and not self._hinted
+
+    def _hint(self) -> None:
+        self._hinted = True
+        self._turnstiles.wake()
+
     async def beat(self) -> None:
         """Say that this gateway is alive, and do what the store says."""
         began, quiet = time.monotonic(), self._turnstiles.quiet()
+        self._hinted = False
         dead = [id for id, since in self._missed.items() if began - since > MISSING_S]
         work = partial(_beat, id=self._id, name=self._name, quiet=quiet, dead=dead, shared=self._store.shared)
+        if quiet != self._told:
+            self._store.write_soon(hints.give)  # in the same commit
         found = await self._store.write(work)
         self._told = quiet
         self._missed = {id: self._missed.get(id, began) for id in found.missing}
@@ -154,19 +172,29 @@ class Peers:
         deadline = time.monotonic() + wanted.drain_s
         # The lease counts from the answer.
         waiting = wanted.model_copy(update={"lease_s": wanted.drain_s + wanted.lease_s})
-        await self._store.write(lambda connection: closings.close(connection, run, waiting, time.time()))
-        await self.beat()
+        await asyncio.gather(self._store.write(partial(_close, run=run, wanted=waiting)), self.beat())  # in one commit
         while True:
-            found = await self.turnstile(run)
-            if found.state != TurnstileState.CLOSING or time.monotonic() > deadline:
-                await self._store.write(lambda c: closings.find(c, run) and closings.close(c, run, wanted, time.time()))
-                return await self.turnstile(run)
-            # Of others there is nothing to hear but by looking.
+            late = time.monotonic() > deadline
+            if late or run in self._turnstiles.quiet() or not self._turnstiles.is_closed(run):
+                found = await self._store.write(partial(self._settle, run=run, wanted=wanted, late=late))
+                if late or found.state != TurnstileState.CLOSING:
+                    return found
+            # Hints of the others may be lost.
             others = min(deadline, time.monotonic() + 0.05) if self._store.shared else deadline
             await self._turnstiles.change(others)
 
+    def _settle(self, connection: Connection, run: str, wanted: Closing, late: bool) -> Turnstile:
+        """What has become of a closing that this gateway waits for; as soon as it is answered its lease counts."""
+        found, quiet = look(connection, run, self._id)
+        seen = as_seen(found or Turnstile(run=run), quiet, self._turnstiles)
+        if found and (late or seen.state == TurnstileState.CLOSED):
+            renewed = closings.close(connection, run, wanted, time.time())
+            return seen.model_copy(update={"lease_until": renewed.lease_until})
+        return seen
+
     async def open(self, run: str, owner: str) -> Turnstile:
         """Raises Refused."""
+        self._store.write_soon(hints.give)
         opened = await self._store.write(lambda connection: closings.open_(connection, run, owner, time.time()))
         await self.beat()
         return opened
@@ -174,7 +202,7 @@ class Peers:
     async def may_go_on(self, run: str) -> bool:
         """Whether a generation that its engine broke off may be asked for again: perhaps the others took this gateway
         for dead and ended what it had begun."""
-        if self._store.shared:
+        if self._store.shared and not self._turnstiles.is_closed(run):
             await self.beat()
         return not self._turnstiles.is_closed(run)
 
@@ -209,12 +237,19 @@ class Peers:
 
     async def leave(self) -> None:
         """What this gateway has not answered it never will."""
+        if self._listener:
+            self._listener.end()
         await self._store.write(partial(_bury, ids=[self._id]))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
+
+
+def _close(connection: Connection, run: str, wanted: Closing) -> None:
+    closings.close(connection, run, wanted, time.time())
+    hints.give(connection)
 
 
 def _join(connection: Connection, id: str, name: str, alone: bool) -> list[LostCall]:

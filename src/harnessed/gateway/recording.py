@@ -80,7 +80,7 @@ _ADMIT = Prepared(insert(calls))
 _ANSWERED = Prepared(
     update(calls)
     .where(calls.c.id == bindparam("call"), calls.c.state == CallState.ADMITTED)
-    .values(state=CallState.ANSWERED, ended=bindparam("time"))
+    .values(state=CallState.ANSWERED, ended=bindparam("time"), generated=bindparam("generated"))
 )
 _ADVANCE = Prepared(
     update(attempts)
@@ -114,6 +114,7 @@ def admit(connection: Connection, attempt: AttemptId, admitted: Admitted, turn: 
         "wanted": orjson.dumps({name: getattr(turn.wanted, name) for name in Wanted.__slots__}).decode(),
         "admitted": admitted.time,
         "ended": None,
+        "generated": None,
     }
     _ADMIT.execute(connection, row)
 
@@ -142,15 +143,22 @@ def admit_alone(connection: Connection, attempt: AttemptId, admitted: Admitted, 
 
 
 def record_answers(
-    connection: Connection, attempt: AttemptId, answers: list[Node], begun: list[int], overcome: str, note: Work[None]
+    connection: Connection,
+    attempt: AttemptId,
+    answers: list[Node],
+    begun: list[int],
+    overcome: str,
+    note: Work[None],
+    generated: bytes,
 ) -> None:
     """Store the answers of a call, and number them after the attempt's last one.
 
     `begun` are the numbers of broken-off answers that these hold whole; `overcome` is the request that has its answer
-    now, if it had failed before; `note` admits the call, if that could not be written when it came. Raises Refused: 409
-    if the attempt has ended, 503 if the call is not this gateway's any more.
+    now, if it had failed before; `note` admits the call, if that could not be written when it came; `generated`
+    is when engines sampled them. Raises Refused: 409 if the attempt has ended, 503 if the call is not this gateway's
+    any more.
     """
-    if not _answer_call(connection, attempt, answers, note):
+    if not _answer_call(connection, attempt, answers, note, generated):
         return
     bound = {"of": attempt[0], "attempt": attempt[1], "more": len(answers)}
     advanced = _ADVANCE.execute(connection, bound).fetchone()
@@ -195,11 +203,13 @@ def record_answers(
         _KEEP.execute(connection, row)
 
 
-def _answer_call(connection: Connection, attempt: AttemptId, answers: list[Node], note: Work[None]) -> bool:
+def _answer_call(
+    connection: Connection, attempt: AttemptId, answers: list[Node], note: Work[None], generated: bytes
+) -> bool:
     """Whether these are its first answers: the database may have kept this transaction, and been away before it said
     so. Raises Refused (503)."""
     call = answers[0].call
-    bound = {"call": call, "time": time.time()}
+    bound = {"call": call, "time": time.time(), "generated": generated}
     if _ANSWERED.execute(connection, bound).rowcount:
         return True
     if connection.execute(select(calls.c.id).where(calls.c.id == call)).first() is None:
@@ -219,11 +229,11 @@ def _number(answers: list[Node], last: int) -> None:
         node.number = number
 
 
-def record_failure(connection: Connection, call: str, now: float, *, failed: bool = True) -> None:
+def record_failure(connection: Connection, call: str, now: float, generated: bytes, *, failed: bool = True) -> None:
     """A call that was admitted and gets no answer: it failed, or nobody waited for it any more."""
     state = CallState.FAILED if failed else CallState.INTERRUPTED
     mine = and_(calls.c.id == call, calls.c.state != CallState.LOST)
-    connection.execute(update(calls).where(mine).values(state=state, ended=now))
+    connection.execute(update(calls).where(mine).values(state=state, ended=now, generated=generated))
 
 
 def mark_left(connection: Connection, call: str) -> None:

@@ -9,6 +9,7 @@ is spread, and gateways that do not know of each other mostly choose alike.
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Routing:
         if known and known.spec == spec:
             return
         self.remove(spec.id)
-        server = self._servers[spec.id] = Server(spec, Engine(**spec.model_dump(), healthy=True))
+        server = self._servers[spec.id] = Server(spec, Engine(**spec.model_dump(), healthy=True, since=time.time()))
         server.watch = asyncio.create_task(self._watch(server))
         self.wake()
 
@@ -151,7 +152,9 @@ class Routing:
             server.doubted.clear()
 
     def _hear(self, server: Server, health: Engine) -> None:
-        before, server.health = server.health, health
+        before = server.health
+        since = before.since if before.healthy == health.healthy else time.time()
+        server.health = health.model_copy(update={"since": since})
         if before.healthy and not health.healthy:
             log.warning("engine %s of run %s is not healthy: %s", server.spec.id, server.spec.run, health.reason)
         elif health.healthy and not before.healthy:
@@ -183,7 +186,9 @@ async def ask_health(session: aiohttp.ClientSession, spec: EngineSpec) -> Engine
             reason=health["reason"],
             sampled_tokens=health["sampled_tokens"],
             version=health["version"],
+            running=health.get("running"),
             waiting=health.get("waiting"),
+            paused=health.get("paused", False),
         )
     except TimeoutError:
         return Engine(**fields, healthy=False, reason=f"no answer to GET /health within {HEALTH_LIMIT_S:.0f} s")

@@ -110,8 +110,9 @@ class Sampler:
 
         `previews`, if somebody streams: one for each answer. `note` admits the call in the store.
         """
+        periods = array("d")
         try:
-            given = await _all(self._answer(session, call, *each) for each in zip_longest(choices, previews))
+            given = await _all(self._answer(session, call, periods, *each) for each in zip_longest(choices, previews))
             failure = next((error for error in given if isinstance(error, BaseException)), None)
             nodes: list[Node] = []
             continued: list[int] = []
@@ -123,10 +124,13 @@ class Sampler:
                 continued += [choice.begun.number] if choice.begun else []
             if nodes:
                 overcome = place.prompt.hex() if failure is None else ""
-                await self._record(session, turn, place, nodes, continued, overcome, note)
+                await self._record(session, turn, place, nodes, continued, overcome, note, periods.tobytes())
             if failure is not None:
                 failed = not isinstance(failure, Interrupted)
-                self._store.write_soon(lambda connection: record_failure(connection, call, time.time(), failed=failed))
+                ran = periods.tobytes()
+                self._store.write_soon(
+                    lambda connection: record_failure(connection, call, time.time(), ran, failed=failed)
+                )
                 self._explain(session, place, failure)
             return nodes
         finally:
@@ -149,19 +153,22 @@ class Sampler:
         name = f"{session.seed}/{session.index}/{place}/{choice}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
 
-    async def suspend(self, session: Session, pending: Pending) -> None:
-        """Stop the generations of a call, which go on from their tokens when the turnstile opens."""
-        if self._engines.speaks(session.run) != Dialect.CHAT:
-            ids = generations(pending.id, pending.wanted.n)
-            await self._engines.interrupt(ids)
+    async def suspend(self, run: str) -> None:
+        """Stop the generations of a run, which go on from their tokens when its turnstile opens."""
+        closed = self._turnstiles.closed(run)
+        if closed and self._engines.speaks(run) != Dialect.CHAT:
+            ended = partial(self._turnstiles.ended, closed)
+            await self._engines.interrupt(self._turnstiles.generations(run), ended)
 
-    async def _answer(self, session: Session, call: str, choice: Wanted, preview: Preview | None) -> Generated:
+    async def _answer(
+        self, session: Session, call: str, periods: "array[float]", choice: Wanted, preview: Preview | None
+    ) -> Generated:
         kept = _kept(choice.begun) if choice.begun else NOTHING
         run, rollout = session.run, session.attempt[0]
         while True:
             try:
                 async with self._turnstiles.passing(run, choice.generation.id):
-                    return await self._engines.generate(run, rollout, choice.generation, kept, preview)
+                    return await self._engines.generate(run, rollout, choice.generation, kept, preview, periods)
             except Left:
                 gone = Interrupted("nobody waits for it")
                 gone.kept = kept
@@ -196,16 +203,19 @@ class Sampler:
         continued: list[int],
         overcome: str,
         note: Work[None],
+        generated: bytes,
     ) -> None:
         waits_for(STORE)
         try:
             if session.outdated:
                 raise Refused(503, str(read_again()))
             await self._store.write(
-                lambda connection: record_answers(connection, session.attempt, nodes, continued, overcome, note)
+                lambda connection: record_answers(
+                    connection, session.attempt, nodes, continued, overcome, note, generated
+                )
             )
         except Refused as error:
-            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
+            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time(), generated))
             if error.status == 503:
                 session.outdated = True
                 raise WireError(503, "store_failed", str(error)) from error
@@ -213,7 +223,7 @@ class Sampler:
             raise attempt_ended(session.attempt) from error
         except Exception as error:  # whatever it was: what memory holds is ahead of the store, so it is loaded again
             session.outdated = True
-            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time()))
+            self._store.write_soon(lambda connection: record_failure(connection, nodes[0].call, time.time(), generated))
             raise WireError(503, "store_failed", f"the answer could not be stored: {error}") from error
         for node in nodes:
             session.tree.add(node, place.prompt)

@@ -8,17 +8,17 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, and_, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from harnessed.gateway import closings
+from harnessed.gateway import closings, controllers
 from harnessed.gateway.engines import Engines
 from harnessed.gateway.lifecycle import count_rollouts
 from harnessed.gateway.peers import as_seen, look
 from harnessed.gateway.progress import Calls, Progress
 from harnessed.gateway.store import Store
 from harnessed.gateway.surroundings import STORE_LIMIT_S, Fresh, Surroundings
-from harnessed.gateway.tables import attempts, gateways
+from harnessed.gateway.tables import attempts, gateways, rollouts
 from harnessed.gateway.turnstile import Turnstiles
 from harnessed.records import (
     ControllerStatus,
@@ -45,6 +45,16 @@ class _Stored:
     controllers: list[ControllerStatus]
 
 
+@dataclass(frozen=True)
+class _Counted:
+    """Of all runs; asked for once in some seconds."""
+
+    states: dict[str, Counter[str]]
+    """Run -> its rollouts by state, in the order of the runs' creation."""
+    queued_since: dict[str, float]
+    running_since: dict[str, float]
+
+
 class Board:
     """What one gateway can say of itself and of what is around it."""
 
@@ -64,22 +74,25 @@ class Board:
         self._engines = engines
         self._turnstiles = turnstiles
         self._surroundings = surroundings
-        self._rollouts = Fresh(lambda: store.read(count_rollouts), STORE_LIMIT_S)
+        self._rollouts = Fresh(lambda: store.read(_count), STORE_LIMIT_S)
 
     async def status(self) -> Status:
         """As it is now; counts of rollouts and what engines say may be a few seconds old. While the store is out of
         reach, nothing of what it says."""
+        trouble = self._store.trouble
         try:
             async with asyncio.timeout(STORE_LIMIT_S):
                 stored = await self._store.read(lambda connection: _read(connection, self._self.id))
-            rollouts = await self._rollouts()
-        except (SQLAlchemyError, TimeoutError):
-            stored, rollouts = _Stored([self._self], [], []), {}
+            counted = await self._rollouts()
+        except (SQLAlchemyError, TimeoutError) as error:
+            trouble = trouble or _said(error)
+            stored, counted = _Stored([self._self], [], []), _Counted({}, {}, {})
         calls = list(self._calls)
         return Status(
+            store=trouble,
             gateways=stored.gateways,
             turnstiles=[as_seen(each, quiet, self._turnstiles) for each, quiet in stored.turnstiles],
-            runs=[_run(run, states, calls) for run, states in rollouts.items()],
+            runs=[_run(run, counted, calls) for run in counted.states],
             waiting=_waiting(calls),
             engines=self._engines.known,
             controllers=stored.controllers,
@@ -91,10 +104,10 @@ class Board:
             return f"the store is out of reach: {self._store.trouble}"
         try:
             unfinished = await self._surroundings.unfinished()
-        except TimeoutError:
-            return f"the store did not answer within {STORE_LIMIT_S:.0f} s"
+        except TimeoutError as error:
+            return f"the store {_said(error)}"
         except SQLAlchemyError as error:
-            return f"the store is out of reach: {' '.join(str(error).split())}"
+            return f"the store is out of reach: {_said(error)}"
         # A run that only waits may be that of a trainer that was killed: nobody misses its engine.
         going = {run for run, states in unfinished.items() if states[State.RUNNING]}
         return unserved(going, self._engines.known)
@@ -119,24 +132,30 @@ def _read(connection: Connection, gateway: str) -> _Stored:
             for id, started in connection.execute(living.order_by(gateways.c.started, gateways.c.id))
         ],
         [(each, look(connection, each.run, gateway)[1]) for each in closings.list_closed(connection)],
-        _controllers(connection),
+        controllers.list_all(connection),
     )
 
 
-def _controllers(connection: Connection) -> list[ControllerStatus]:
-    query = (
-        select(attempts.c.owner, func.count(), func.min(attempts.c.lease_until))
-        .where(attempts.c.live)
-        .group_by(attempts.c.owner)
-        .order_by(attempts.c.owner)
+def _count(connection: Connection) -> _Counted:
+    run = rollouts.c.run
+    queued = select(run, func.min(rollouts.c.created)).where(rollouts.c.state == State.QUEUED).group_by(run)
+    of_live = and_(attempts.c.live, attempts.c.rollout == rollouts.c.id)
+    running = select(run, func.min(attempts.c.started)).join(attempts, of_live).group_by(run)
+    return _Counted(  # rows are no pairs to `dict`
+        states=count_rollouts(connection),
+        queued_since={of: since for of, since in connection.execute(queued)},  # noqa: C416
+        running_since={of: since for of, since in connection.execute(running)},  # noqa: C416
     )
-    return [
-        ControllerStatus(owner=owner, attempts=count, lease_until=lease_until)
-        for owner, count, lease_until in connection.execute(query)
-    ]
 
 
-def _run(run: str, states: Counter[str], calls: list[Progress]) -> RunStatus:
+def _said(error: SQLAlchemyError | TimeoutError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"did not answer within {STORE_LIMIT_S:.0f} s"
+    return " ".join(str(error).split())
+
+
+def _run(run: str, counted: _Counted, calls: list[Progress]) -> RunStatus:
+    states = counted.states[run]
     mine = [progress for progress in calls if progress.run == run]
     held = sum(progress.held for progress in mine)
     return RunStatus(
@@ -146,6 +165,8 @@ def _run(run: str, states: Counter[str], calls: list[Progress]) -> RunStatus:
         finished=states[State.FINISHED],
         held=held,
         in_flight=len(mine) - held,
+        queued_since=counted.queued_since.get(run),
+        running_since=counted.running_since.get(run),
     )
 
 

@@ -19,7 +19,8 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,6 +146,18 @@ class Store:
                 return work(connection)
 
         return await asyncio.to_thread(query)
+
+    @contextmanager
+    def listening(self, channel: str) -> Iterator[Any]:
+        """A connection of the (PostgreSQL) driver that hears what is notified there, for one thread. By the name of its
+        other connections a gateway is seen to live: this one has none of that."""
+        with self._engine.connect() as connection:
+            driver: Any = connection.connection.driver_connection
+            connection.detach()  # from the pool, for it is of no other use
+            driver.autocommit = True
+            driver.execute("SET application_name = 'harnessed hints'")
+            driver.execute(f"LISTEN {channel}")
+            yield driver
 
     async def shrink(self) -> None:
         """Give back the room of what was deleted. PostgreSQL does so by itself."""

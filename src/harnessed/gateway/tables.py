@@ -1,7 +1,7 @@
 """The tables: what the gateway keeps, on SQLite as on PostgreSQL. `store.py` opens the database.
 
-The modules that name transactions (`lifecycle.py`, `recording.py`, `closings.py`, `peers.py`) read and write them. A
-change here comes with a migration in `migrations/`.
+The modules that name transactions (`lifecycle.py`, `recording.py`, `closings.py`, `controllers.py`, `peers.py`) read
+and write them. A change here comes with a migration in `migrations/`.
 """
 
 from typing import Any
@@ -62,6 +62,15 @@ closings = Table(
     Column("lease_until", Float, nullable=False),
 )
 
+past_closings = Table(
+    "past_closings",
+    schema,
+    Column("run", String, primary_key=True),
+    Column("since", Float, primary_key=True),
+    Column("until", Float, nullable=False),
+    Column("owner", String, nullable=False),
+)
+
 gateways = Table(
     "gateways",
     schema,
@@ -92,6 +101,7 @@ groups = Table(
     Column("purpose", String, nullable=False),
     Column("sampling", JSON, nullable=False),
     Column("seed", Wide, nullable=False),
+    Column("priority", Integer, nullable=False, server_default="0"),
     Column("complete", Boolean, nullable=False),
     Column("created", Float, nullable=False),
 )
@@ -104,6 +114,7 @@ rollouts = Table(
     Column("group", String, nullable=False, index=True),
     Column("index", Integer, nullable=False),
     Column("purpose", String, nullable=False),
+    Column("rank", Integer, nullable=False, server_default="0"),  # the lowest first: minus its group's priority
     Column("state", String, nullable=False),
     Column("attempt", Integer, nullable=False),
     Column("outcome", String),
@@ -114,7 +125,7 @@ rollouts = Table(
     Column("created", Float, nullable=False),
     Column("started", Float),
     Column("finished", Float),
-    Index("rollouts_by_state", "state", "created"),
+    Index("rollouts_by_rank", "state", "rank", "created"),
     Index("rollouts_by_age", "run", "created", "id"),
     Index("rollouts_by_outcome", "run", "purpose", "state", "outcome", "reward", "finished"),
 )
@@ -137,6 +148,16 @@ attempts = Table(
     Index("attempts_by_lease", "live", "lease_until"),
 )
 
+controllers = Table(
+    "controllers",
+    schema,
+    Column("owner", String, primary_key=True),
+    Column("run", String, nullable=False),  # or the name that the ids of several begin with
+    Column("slots", Integer, nullable=False),
+    Column("judging", Integer, nullable=False),
+    Column("lease_until", Float, nullable=False),
+)
+
 calls = Table(
     "calls",
     schema,
@@ -152,6 +173,7 @@ calls = Table(
     Column("wanted", JSON, nullable=False),  # what of it the gateway honours: wire.turn.Wanted
     Column("admitted", Float, nullable=False),
     Column("ended", Float),
+    Column("generated", LargeBinary),  # when engines sampled for it: pairs of float64, begin and end
 )
 
 nodes = Table(

@@ -12,6 +12,7 @@ import datetime
 import json
 import re
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,9 @@ import orjson
 from tokenizers import Tokenizer
 
 from harnessed.config import ConfigError
+from harnessed.gateway.bytelevel import TokenBytes, is_byte_level
 from harnessed.gateway.family import format_of
+from harnessed.gateway.words import Words
 
 Messages = list[dict[str, Any]]
 
@@ -69,6 +72,8 @@ class ChatTemplate:
         if not folder.is_dir():
             raise ConfigError(f"policy.model: there is no folder {folder}")
         self._tokenizer = _read_tokenizer(folder)
+        self._bytes = TokenBytes(self._tokenizer) if is_byte_level(self._tokenizer) else None
+        self._words = Words.of(self._tokenizer)
         settings = _read_json(folder / "tokenizer_config.json")
         self._separate = _separate(self._tokenizer)
         self._special = {name: _token_text(settings[name]) for name in _SPECIAL if settings.get(name)}
@@ -141,6 +146,8 @@ class ChatTemplate:
 
     def written(self, ids: list[int]) -> str:
         """Tokens as they stand in the text, special ones too."""
+        if self._bytes is not None:
+            return self._bytes.text(ids)
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
@@ -150,10 +157,16 @@ class ChatTemplate:
         while begin < len(text):
             found = self._separate.search(text, begin + PIECE)
             end = found.start() if found else len(text)
-            # Of a batch, since only that lets other threads run meanwhile.
-            ids.extend(self._tokenizer.encode_batch_fast([text[begin:end]], add_special_tokens=False)[0].ids)
+            ids.extend(self._piece(text[begin:end]))
             begin = end
         return ids
+
+    def _piece(self, text: str) -> Sequence[int]:
+        if self._words is not None and (ids := self._words.encode(text)) is not None:
+            return ids
+        # Of a batch, since only that lets other threads run meanwhile.
+        found: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return found
 
     def render(self, messages: Messages, tools: Messages) -> str:
         """What the template writes for a conversation, up to the generation prompt. Raises TemplateError."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 
 from harnessed.gateway.progress import STORE, TURNSTILE, waits_for
@@ -30,7 +29,8 @@ class Turnstiles:
         self._closed: dict[str, Turnstile] = {}
         self._held: dict[str, dict[str, asyncio.Future[None]]] = {}
         """Run -> the generations that wait."""
-        self._in_flight: Counter[str] = Counter()
+        self._in_flight: dict[str, set[str]] = {}
+        """Run -> the generations that engines were asked for and have not ended."""
         self.held_s = 0.0
         """What generations have waited here, in seconds, all together."""
         self._changed = asyncio.Event()
@@ -40,19 +40,20 @@ class Turnstiles:
         """Around asking an engine. Raises Left if the generation is dismissed while it waits."""
         while self.is_closed(run):
             await self._wait(run, generation)
-        self._in_flight[run] += 1
+        here = self._in_flight.setdefault(run, set())
+        here.add(generation)
         try:
             yield
         finally:
-            self._in_flight[run] -= 1
-            self._tell()
+            here.discard(generation)
+            self.wake()
 
     async def _wait(self, run: str, generation: str) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._held.setdefault(run, {})[generation] = waiting
         since, closed = time.monotonic(), self._closed.get(run)
         waits_for(f"{TURNSTILE}, closed by {closed.owner}" if closed else STORE)
-        self._tell()
+        self.wake()
         try:
             await waiting
         finally:
@@ -66,6 +67,14 @@ class Turnstiles:
             if waiting and not waiting.done():
                 waiting.set_exception(Left)
 
+    def ended(self, closed: Turnstile, generations: Iterable[str]) -> None:
+        """Their engines, told of this closing, have said that they generate nothing of these any more. What they have
+        sampled is still on its way, and takes its time if it is long."""
+        now = self._closed.get(closed.run)
+        if now and now.since == closed.since:  # else it may have opened, and some of them may run again
+            self._in_flight[closed.run].difference_update(generations)
+            self.wake()
+
     def set_closed(self, closed: Iterable[Turnstile]) -> None:
         """These are closed and no others."""
         self._closed = {turnstile.run: turnstile for turnstile in closed}
@@ -78,18 +87,25 @@ class Turnstiles:
                 for waiting in self._held[run].values():
                     if not waiting.done():
                         waiting.set_result(None)
-        self._tell()
+        self.wake()
 
     def is_closed(self, run: str) -> bool:
         return run in self._closed or time.monotonic() > self.good_until
 
     def quiet(self) -> dict[str, float]:
         """The closed ones at which nothing is generated any more, and since when they are closed."""
-        return {run: each.since or 0.0 for run, each in self._closed.items() if not self._in_flight[run]}
+        return {run: each.since or 0.0 for run, each in self._closed.items() if not self.in_flight(run)}
 
     def in_flight(self, run: str) -> int:
-        """Generations that an engine was asked for."""
-        return self._in_flight[run]
+        """Generations that run at an engine, or may."""
+        return len(self._in_flight.get(run, ()))
+
+    def generations(self, run: str) -> list[str]:
+        """Those that are in flight."""
+        return list(self._in_flight.get(run, ()))
+
+    def closed(self, run: str) -> Turnstile | None:
+        return self._closed.get(run)
 
     def held(self, run: str) -> int:
         """Generations that wait."""
@@ -105,6 +121,7 @@ class Turnstiles:
             return False
         return True
 
-    def _tell(self) -> None:
+    def wake(self) -> None:
+        """Let who waits for a change look again."""
         self._changed.set()
         self._changed = asyncio.Event()

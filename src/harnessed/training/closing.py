@@ -5,9 +5,6 @@
 
 import contextlib
 import logging
-import os
-import secrets
-import socket
 import threading
 from collections.abc import Iterator
 
@@ -20,25 +17,36 @@ INTERRUPT_LIMIT_S = 30.0
 """How long generations that were told to stop may take."""
 
 
+def owner_of(run: str) -> str:
+    """One trainer works in a run's folder at a time, and one that was started again takes over from the one before."""
+    return f"trainer of {run}"
+
+
 @contextlib.contextmanager
-def closed(gateway: Client, run: str, *, drain_s: float) -> Iterator[None]:
-    """Running generations have `drain_s` to finish; then they are interrupted, and go on from their tokens afterwards.
+def closed(gateway: Client, run: str, mode: CloseMode, finish_s: float) -> Iterator[None]:
+    """With `finish` running generations have `finish_s` to end. Then, or at once, they are interrupted, and go on from
+    their tokens afterwards.
 
     Raises ApiError if another owner has closed it.
     """
-    owner = f"trainer {socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+    owner = owner_of(run)
     ended = threading.Event()
     renewing = threading.Thread(target=_renew, args=(gateway, run, owner, ended), name="lease", daemon=True)
     renewing.start()  # before it is closed, for the drain may last longer than the lease
     try:
-        found = gateway(close_turnstile(run, owner, CloseMode.FINISH, LEASE_S, drain_s))
-        if found.state == TurnstileState.CLOSING:
-            gateway(close_turnstile(run, owner, CloseMode.INTERRUPT, LEASE_S, INTERRUPT_LIMIT_S))
+        finished = mode == CloseMode.FINISH and _close(gateway, run, owner, mode, finish_s)
+        if not finished:
+            _close(gateway, run, owner, CloseMode.INTERRUPT, INTERRUPT_LIMIT_S)
         yield
     finally:
         ended.set()
         renewing.join()
         gateway(open_turnstile(run, owner))
+
+
+def _close(gateway: Client, run: str, owner: str, mode: CloseMode, drain_s: float) -> bool:
+    """Whether nothing is generated any more."""
+    return gateway(close_turnstile(run, owner, mode, LEASE_S, drain_s)).state == TurnstileState.CLOSED
 
 
 def _renew(gateway: Client, run: str, owner: str, ended: threading.Event) -> None:

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from harnessed.records import Outcome, State
+from harnessed.training.interval import Interval
 from harnessed.training.report import HeldOut, Summary
 
 _FAILED = frozenset(Outcome) - {Outcome.OK}
@@ -32,7 +33,8 @@ class Display:
         self._phase_began = time.monotonic()
         self._metrics: dict[str, Any] = {}
         self._held_out = ""
-        self._began_steps: float | None = None
+        self._first: tuple[int, float] | None = None
+        """The first step of this process, and when it began: a run that goes on has taken others before."""
 
     def __enter__(self) -> Self:
         if self._live:
@@ -57,7 +59,7 @@ class Display:
 
     def step(self, number: int) -> None:
         self._step = number
-        self._began_steps = self._began_steps or time.monotonic()
+        self._first = self._first or (number, time.monotonic())
 
     def metrics(self, metrics: dict[str, Any], complaint: str) -> None:
         """The step is done."""
@@ -77,9 +79,7 @@ class Display:
             self.note(f"step {self._step:>4}/{self._steps}  {'  '.join(facts)}")
 
     def held_out(self, label: str, result: HeldOut) -> None:
-        greedy = f", greedy {result.greedy:.3f}" if result.greedy is not None else ""
-        unjudged = f", {result.unjudged} without a reward" if result.unjudged else ""
-        self._held_out = f"{_number(result.success)} {label} training ({result.rollouts} tasks{greedy}{unjudged})"
+        self._held_out = f"{success(result)} {label} training ({beside_success(result)})"
         if result.complaint:
             self.note(f"held-out tasks: {result.complaint}")
         if not self._live:
@@ -95,7 +95,11 @@ class Display:
         table.add_column("")
         table.add_column("before", justify="right")
         table.add_column("after", justify="right")
-        table.add_row("sampled", _number(summary.held_out_before), _number(summary.held_out_after))
+        table.add_row(
+            "sampled",
+            _within(summary.held_out_before, summary.interval_before),
+            _within(summary.held_out_after, summary.interval_after),
+        )
         if summary.greedy_before is not None:
             table.add_row("greedy", _number(summary.greedy_before), _number(summary.greedy_after))
         self._console.print(table)
@@ -110,7 +114,11 @@ class Display:
             self.note(
                 f"died and were started again: {restarts or 'none'}; calls without an answer: {summary.lost_calls}"
             )
+        if summary.best_checkpoint is not None:
+            self.note(f"best checkpoint by held-out success: {summary.best_checkpoint}")
         self.note(f"run folder: {folder}")
+        if summary.interrupted:
+            self.note(f"interrupted after step {summary.steps} of {self._steps}; --resume goes on with it")
 
     def _panel(self) -> RenderableType:
         counts = self._counts()
@@ -131,10 +139,34 @@ class Display:
         return Panel(table, title="harnessed", title_align="left", expand=False)
 
     def _left(self) -> str:
-        if not self._done or self._began_steps is None:
+        if not self._done or self._first is None:
             return "-"
-        seconds = (time.monotonic() - self._began_steps) / self._done * (self._steps - self._done)
+        first, began = self._first
+        seconds = (time.monotonic() - began) / (self._done - first + 1) * (self._steps - self._done)
         return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def success(result: HeldOut) -> str:
+    """With its interval: `0.953 (0.92 to 0.97)`."""
+    return _within(result.success, result.interval)
+
+
+def beside_success(result: HeldOut) -> str:
+    """What else there is to say of it: `64 tasks, 4 rollouts each, greedy 0.969, 2 without a reward`."""
+    each = result.rollouts // result.tasks
+    versions = [f"{lineage}.{number}" for lineage, number in result.versions or ()]
+    facts = [
+        f"{result.tasks} tasks",
+        f"{each} rollouts each" if each > 1 else "",
+        f"greedy {result.greedy:.3f}" if result.greedy is not None else "",
+        f"{result.unjudged} without a reward" if result.unjudged else "",
+        f"versions {' to '.join(versions)}" if len(set(versions)) > 1 else "",
+    ]
+    return ", ".join(filter(None, facts))
+
+
+def _within(value: float | None, interval: Interval | None) -> str:
+    return _number(value) + (f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else "")
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -21,5 +21,17 @@ class WrongVersion(RunFailed):
     """The engine does not serve what the trainer writes."""
 
 
+class NotFinite(RunFailed):
+    """One update after the other was skipped: `trainer.safety.skipped_updates` in a row."""
+
+
+class TooManyFailed(RunFailed):
+    """A batch failed by infrastructure, and so did those that were made in its place."""
+
+
+class AllAlike(RunFailed):
+    """All rollouts of a batch failed in the same way."""
+
+
 class RowTooLong(RunFailed):
     """A row is longer than `trainer.row_tokens`, and `trainer.overlong` is `fail`."""

@@ -11,12 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
-from harnessed.records import UNKNOWN_VERSION, Fate, Split, Version
+from harnessed.records import Fate, Split, Version
+from harnessed.training.advantages import all_equal
+from harnessed.training.lineages import Lineage, age_of
 from harnessed.training.report import HeldOut
-from harnessed.training.samples import Sample
-from harnessed.training.selection import Group, Taken
+from harnessed.training.selection import Group, Taken, members_of
 
 Line = dict[str, Any]
 """A part of a line of metrics.jsonl."""
@@ -65,6 +64,8 @@ def of_groups(groups: list[Group], wanted: int) -> Line:
         "sampled_tokens": fates.total(),
         "trained_tokens": fates[Fate.TRAINED],
         **{f"fates/{fate}": count for fate, count in fates.items() if count},
+        "equal_groups_share": equal_share(groups),
+        "truncated_share": truncated_share(groups),
         **of_conversations(groups),
     }
 
@@ -85,6 +86,21 @@ def of_rewards(groups: list[Group]) -> Line:
     }
 
 
+def equal_share(groups: list[Group]) -> float | None:
+    """Of the groups that can be compared, those whose rewards are all equal; None: none can be."""
+    members = [members_of(group.samples) for group in groups]
+    rewards = [[[sample.reward or 0.0] for sample in each] for each in members if len(each) > 1]
+    return sum(map(all_equal, rewards)) / len(rewards) if rewards else None
+
+
+def truncated_share(groups: list[Group]) -> float | None:
+    """Of the answers, those that were cut for their length; None: there are none."""
+    transcripts = [transcript for group in groups for transcript in group.transcripts if transcript.attempts]
+    finishes = Counter(node.finish for each in transcripts for node in each.attempts[-1].nodes)
+    del finishes["interrupted"]  # nobody got these
+    return finishes["length"] / finishes.total() if finishes.total() else None
+
+
 def of_conversations(groups: list[Group]) -> Line:
     """How often a conversation went on in a new row, by kind, and how often what opened a tool call was none."""
     transcripts = [transcript for group in groups for transcript in group.transcripts if transcript.attempts]
@@ -94,12 +110,11 @@ def of_conversations(groups: list[Group]) -> Line:
     return {f"splits_{kind}": found[kind] for kind in Split} | {"broken_calls": broken}
 
 
-def of_taken(taken: Taken, current: Version) -> Line:
+def of_taken(taken: Taken, current: Version, lineages: list[Lineage]) -> Line:
     """What an update is going to train, at version `current`. Staleness is the number of updates since the oldest
     trained token of a rollout; None where the engine does not say what it served."""
     samples = taken.samples
-    oldest = [version for sample in samples if (version := _oldest(sample)) is not None]
-    ages = [current.number - version.number for version in oldest]
+    ages = [age for sample in samples if (age := age_of([sample], current, lineages)) is not None]
     return {
         "groups_taken": taken.groups,
         "rows_per_rollout": sum(len(sample.rows) for sample in samples) / max(len(samples), 1),
@@ -108,17 +123,14 @@ def of_taken(taken: Taken, current: Version) -> Line:
     }
 
 
-def _oldest(sample: Sample) -> Version | None:
-    """Numbers only grow, in a new lineage too."""
-    trained = {int(version) for row in sample.rows for version in np.unique(row.versions[row.trained])}
-    known = [Version.unpack(version) for version in trained - {UNKNOWN_VERSION}]
-    return min(known, key=lambda version: version.number, default=None)
-
-
 def of_held_out(result: HeldOut, seconds: float) -> Line:
+    low, high = result.interval or (None, None)
     return {
         "held_out": result.success,
+        "held_out_low": low,
+        "held_out_high": high,
         "held_out_greedy": result.greedy,
         "held_out_unjudged": result.unjudged,
+        "held_out_versions": [list(version) for version in result.versions] if result.versions else None,
         "timing_s/evaluation": seconds,
     }

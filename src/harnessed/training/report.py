@@ -1,7 +1,7 @@
 """What a run leaves in its folder for people and scripts: metrics.jsonl, transcripts.jsonl, curve.png, summary.json.
 
 The trainer and `harnessed eval` write through here; every line is on disk when the call returns. Metrics and fates are
-posted to the gateway as well, whose dashboard shows them.
+posted to the gateway as well, whose dashboard shows them. A run that is resumed goes on in the same files.
 """
 
 import json
@@ -14,10 +14,12 @@ from typing import Any
 
 import orjson
 
-from harnessed.client import ApiError, Call, Client, Unreachable, post_fates, post_metrics
-from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript
+from harnessed.client import ApiError, Call, Client, Unreachable, forget_metrics, post_fates, post_metrics
+from harnessed.records import Attempt, Fate, Metrics, Node, Outcome, Task, Transcript, Version
 from harnessed.training.curve import draw
 from harnessed.training.failures import CannotWrite
+from harnessed.training.interval import Interval
+from harnessed.training.lines import keep_lines
 from harnessed.training.samples import Fates
 
 Track = Callable[[int, dict[str, Any]], None]
@@ -29,14 +31,20 @@ class HeldOut:
     """Result of the held-out tasks."""
 
     success: float | None
-    """Mean reward over the rollouts that were judged; None: none was."""
+    """Mean over the tasks of the mean reward of their rollouts that were judged; None: none was."""
+    interval: Interval | None
+    """Where the success on all tasks of this kind lies (`interval.py`)."""
     greedy: float | None
-    """The same for the greedy ones; None: none were asked for."""
+    """Mean reward of the greedy ones; None: none was judged, or none was asked for."""
+    tasks: int
     rollouts: int
+    """Without the greedy ones."""
     unjudged: int
-    """Rollouts without a reward (infrastructure); they are not in the mean."""
+    """Of these, rollouts without a reward (infrastructure); they are not in the mean."""
     complaint: str
     """One line about rollouts that did not end ok; empty if all did."""
+    versions: tuple[Version, Version] | None
+    """The first and the last that answered; None: the engine does not say."""
 
 
 @dataclass(slots=True)
@@ -64,10 +72,18 @@ class Summary:
     fates: dict[str, int]
     outcomes: dict[str, int]
     seconds: float
+    """Since the run was started, or last resumed; `restarts` count from then too."""
     seed: int
     checkpoint: str | None
     """The last one, relative to the run's folder."""
     interrupted: bool
+    resumed: int = 0
+    """How often the run was resumed. Everything else is of its whole life, as far as the last checkpoints reached."""
+    interval_before: Interval | None = None
+    """Of held_out_before."""
+    interval_after: Interval | None = None
+    best_checkpoint: str | None = None
+    """The one with the highest held-out success, relative to the run's folder."""
 
     @property
     def balanced(self) -> bool:
@@ -85,6 +101,8 @@ class Summary:
             return "THE BOOKS DO NOT BALANCE"
         if "engine" in self.restarts:
             return "each recorded token has one; what the engine had not answered when it died is not known"
+        if self.resumed and self.engine_sampled_tokens is None:
+            return "each recorded token has one; what was not answered when the run was resumed is not known"
         if self.engine_sampled_tokens is None or self.engine_sampled_tokens == self.sampled_tokens:
             return "the books balance"
         lost = self.engine_sampled_tokens - self.sampled_tokens
@@ -109,6 +127,42 @@ class Report:
         self._to_post: dict[str, dict[Fate, int]] = {}
         """Fates of rollouts that the gateway has not heard of."""
 
+    def resume(self, step: int) -> list[dict[str, Any]]:
+        """Go on with the books of an earlier life as they were after `step`, that of its checkpoint; before anything
+        else is reported. Returns the lines of metrics.jsonl that stay.
+
+        What was trained later is in no books any more: its rollouts will be reported again. Evaluations stay, for they
+        were. Raises CannotWrite.
+        """
+        history: list[dict[str, Any]] = []
+
+        def metrics(line: dict[str, Any]) -> bool:
+            if line["step"] > step:
+                return False
+            history.append(line)
+            return True
+
+        def transcript(line: dict[str, Any]) -> bool:
+            if line["step"] is not None and line["step"] > step:
+                return False
+            fates: Fates = Counter({Fate(fate): tokens for fate, tokens in line["fates"].items()})
+            self._book(line["rollout"], line["outcome"], fates)
+            if line["step"] is not None:  # they were posted with the metrics of their step
+                del self._to_post[line["rollout"]]
+            return True
+
+        for name, stays in (("metrics.jsonl", metrics), ("transcripts.jsonl", transcript)):
+            try:
+                keep_lines(self._folder / name, stays)
+            except OSError as error:
+                raise CannotWrite(f"cannot rewrite {self._folder / name}: {error.strerror}") from error
+        self._post(forget_metrics(self._run, above=step))
+        return history
+
+    def has(self, rollout: str) -> bool:
+        """Whether its fates are in the books."""
+        return rollout in self._written
+
     def metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """One line; several lines may be of one step."""
         line = {"step": step, **metrics}
@@ -132,10 +186,7 @@ class Report:
         rollout = transcript.rollout
         if rollout.id in self._written:
             return
-        self._written.add(rollout.id)
-        self.fates += fates
-        self._to_post[rollout.id] = dict(fates)
-        self.outcomes[rollout.outcome or "unfinished"] += 1
+        self._book(rollout.id, rollout.outcome, fates)
         self._append(
             "transcripts.jsonl",
             {
@@ -152,6 +203,12 @@ class Report:
                 "conversations": conversations(transcript.attempts[-1]) if transcript.attempts else [],
             },
         )
+
+    def _book(self, rollout: str, outcome: str | None, fates: Fates) -> None:
+        self._written.add(rollout)
+        self.fates += fates
+        self._to_post[rollout] = dict(fates)
+        self.outcomes[outcome or "unfinished"] += 1
 
     def summary(self, summary: Summary) -> None:
         text = json.dumps(asdict(summary), indent=2) + "\n"

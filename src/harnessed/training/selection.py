@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import chain
 
-from harnessed.config import Advantage
+from harnessed.config import Advantage, Kl, Trainer
 from harnessed.records import Fate, GroupSpec, Transcript
 from harnessed.training.advantages import Returns, all_equal, call_advantages, returns, row_advantages
 from harnessed.training.batching import Advantages
@@ -37,6 +37,18 @@ def why_not(group: list[Sample], settings: Advantage) -> Fate | None:
     if settings.equal_groups == "skip" and all_equal([_returns(sample, settings) for sample in members]):
         return Fate.GROUP_SKIPPED
     return None
+
+
+def comparable(group: list[Sample], settings: Trainer) -> bool:
+    """Whether an update will take the group, as far as is known before it."""
+    fate = why_not(group, settings.advantage)
+    # What a KL term takes from the rewards differs where the rewards do not.
+    return fate is None or (fate == Fate.GROUP_SKIPPED and in_reward(settings.objective.kl))
+
+
+def in_reward(kl: Kl) -> bool:
+    """Whether the KL term is taken from the reward."""
+    return kl.coefficient > 0 and kl.place == "reward"
 
 
 def members_of(group: list[Sample]) -> list[Sample]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harnessed.config import Config, ConfigError
+from harnessed.training.resumed import Resumed
 
 log = logging.getLogger(__name__)
 
@@ -37,13 +38,16 @@ def check_trackers(kinds: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def open_trackers(config: Config, folder: Path, run: str) -> Iterator[Track]:
-    """`run`: its id, within the project `run.project`. Raises ConfigError where one cannot be started."""
+def open_trackers(config: Config, folder: Path, run: str, resumed: Resumed | None = None) -> Iterator[Track]:
+    """`run`: its id, within the project `run.project`. Raises ConfigError where one cannot be started.
+
+    A run that is resumed goes on where it was, and in W&B, which takes no step twice, as a run of its own.
+    """
     settings = dict(_flat(config.model_dump(mode="json", include=TOLD)))
     trackers: dict[str, Tracker] = {}
     for kind in dict.fromkeys(config.trainer.trackers):
         try:
-            trackers[kind] = _OPEN[kind](folder / kind, config.run.project, run, settings)
+            trackers[kind] = _OPEN[kind](folder / kind, config.run.project, run, settings, resumed)
         except Exception as error:  # whatever the package raises, its message is what the user needs
             raise ConfigError(f"trainer.trackers: {kind} cannot be started: {error}") from error
     try:
@@ -80,10 +84,13 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def _open_tensorboard(folder: Path, project: str, name: str, settings: dict[str, Any]) -> Tracker:
+def _open_tensorboard(
+    folder: Path, project: str, name: str, settings: dict[str, Any], resumed: Resumed | None
+) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder))
+    # What is taken again replaces what was there.
+    writer = SummaryWriter(str(folder), purge_step=resumed.step + 1 if resumed else None)
     rows = "".join(f"| {setting} | {value} |\n" for setting, value in settings.items())
     writer.add_text("settings", f"{project}, {name}\n\n| setting | value |\n| --- | --- |\n{rows}")
 
@@ -95,30 +102,34 @@ def _open_tensorboard(folder: Path, project: str, name: str, settings: dict[str,
     return write, writer.close
 
 
-def _open_wandb(folder: Path, project: str, name: str, settings: dict[str, Any]) -> Tracker:
+def _open_wandb(folder: Path, project: str, name: str, settings: dict[str, Any], resumed: Resumed | None) -> Tracker:
     os.environ.setdefault("WANDB_MODE", "offline")
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     quiet = wandb.Settings(silent=True, console="off")
+    name = f"{name}-resumed-{resumed.times}" if resumed else name
     run = wandb.init(project=project, name=name, dir=str(folder), config=settings, settings=quiet)
     return lambda step, numbers: run.log(numbers, step=step), run.finish
 
 
-def _open_mlflow(folder: Path, project: str, name: str, settings: dict[str, Any]) -> Tracker:
+def _open_mlflow(folder: Path, project: str, name: str, settings: dict[str, Any], resumed: Resumed | None) -> Tracker:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     # Its store in plain files gets no updates any more.
     client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
     experiment = client.get_experiment_by_name(project)
     id = experiment.experiment_id if experiment else client.create_experiment(project)
-    run = client.create_run(id, run_name=name).info.run_id
-    for setting, value in settings.items():
+    before = client.search_runs([id], f"attributes.run_name = '{name}'", max_results=1) if resumed else []
+    run = (before[0] if before else client.create_run(id, run_name=name)).info.run_id
+    if before:
+        client.update_run(run, "RUNNING")
+    for setting, value in settings.items() if not before else ():  # it takes each of them once
         client.log_param(run, setting, value)
 
     def write(step: int, numbers: dict[str, float]) -> None:
@@ -130,7 +141,7 @@ def _open_mlflow(folder: Path, project: str, name: str, settings: dict[str, Any]
     return write, lambda: client.set_terminated(run)
 
 
-def _open_trackio(folder: Path, project: str, name: str, settings: dict[str, Any]) -> Tracker:
+def _open_trackio(folder: Path, project: str, name: str, settings: dict[str, Any], resumed: Resumed | None) -> Tracker:
     os.environ.setdefault("TRACKIO_DIR", str(folder))
     import trackio
 
@@ -140,7 +151,9 @@ def _open_trackio(folder: Path, project: str, name: str, settings: dict[str, Any
 
     quiet = partial(contextlib.redirect_stdout, io.StringIO())  # the terminal belongs to the display
     with quiet():
-        run = trackio.init(project, name, config=settings, embed=False, auto_log_gpu=False, auto_log_cpu=False)
+        resume = "allow" if resumed else "never"
+        alone = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        run = trackio.init(project, name, config=settings, resume=resume, **alone)
     return lambda step, numbers: run.log(numbers, step=step), close
 
 

@@ -1,8 +1,8 @@
-"""The training loop: roll out groups, compare their rewards, take the optimiser steps of an update, again.
+"""The training loop: create groups, wait for them, take the optimiser steps of an update, again.
 
-`harnessed train` makes a Trainer and calls `run`. `Trainer.step` reads top to bottom; everything it calls is a pure
-function of values (samples, advantages, packs) or one of the three things with effects: the rollouts, the
-engine's pause, the backend's update.
+`harnessed train` makes a Trainer and calls `run`. What comes next is decided by `schedule.py`; an update reads top to
+bottom in `_step`. Everything else is a pure function of values (samples, advantages, packs) or one of the three things
+with effects: the rollouts, the engine's pause, the backend's update.
 """
 
 import contextlib
@@ -12,40 +12,47 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from shutil import rmtree
-
-from safetensors import SafetensorError
+from typing import Any
 
 from harnessed.client import Client, get_totals, list_engines, pause_engine, resume_engine
 from harnessed.config import Config
 from harnessed.config import Trainer as TrainerSettings
-from harnessed.records import UNKNOWN_VERSION, Fate, Purpose, Task, Version
+from harnessed.records import Fate, Task
+from harnessed.training import schedule
 from harnessed.training.backends.local import LocalBackend, Update
+from harnessed.training.batches import Alike, check_remade, infrastructure
 from harnessed.training.batching import Advantages, optimiser_steps, scored
+from harnessed.training.checkpoints import Checkpoints
 from harnessed.training.closing import closed
 from harnessed.training.display import Display
-from harnessed.training.evaluation import evaluate
-from harnessed.training.failures import CannotWrite, WrongVersion
-from harnessed.training.metrics import Clock, Line, of_groups, of_held_out, of_taken
+from harnessed.training.flights import Flights
+from harnessed.training.lineages import Lineage
+from harnessed.training.metrics import Clock, Line, of_groups, of_taken
 from harnessed.training.packing import Pack, pack
 from harnessed.training.report import HeldOut, Report, Summary, Track, complaint
+from harnessed.training.resumed import Resumed
 from harnessed.training.rollouts import Rollouts
-from harnessed.training.samples import Bound, Sample, build
-from harnessed.training.selection import Group, Taken, select, why_not
+from harnessed.training.safety import Safety
+from harnessed.training.samples import Sample, build
+from harnessed.training.schedule import Create, Drop, Plan, Wait, decide, to_create
+from harnessed.training.selection import Group, Taken, select
 from harnessed.training.tasks import take
+from harnessed.training.timeline import Name as PhaseName
+from harnessed.training.timeline import Timeline
+from harnessed.training.validation import Validation
 from harnessed.training.valuing import Lesson, of_penalties, penalise, select_by_critic
 
 CURVE_EVERY = 10
 """Steps after which curve.png is drawn again; after each evaluation as well."""
-DRAIN_LIMIT_S = 120
-"""Longest wait for the engine to finish what it generates before an update."""
+PAUSE_LIMIT_S = 120
+"""Longest wait for the engine to stand still when the gateway asks it for nothing any more."""
 Step = tuple[list[Sample], list[Pack]]
 """An optimiser step: what it trains, and that in micro-batches."""
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait until the end of the block: half of the books is no books."""
+    """Ctrl-C and SIGTERM wait until the end of the outermost of these blocks: half of the books is no books."""
     arrived: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, lambda number, _: arrived.append(number)) for number in numbers]
@@ -55,11 +62,11 @@ def uninterrupted() -> Iterator[None]:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     if arrived:
-        raise KeyboardInterrupt
+        signal.raise_signal(arrived[0])
 
 
 class Trainer:
-    """One synchronous training run, from its first evaluation to summary.json."""
+    """One training run, from its first evaluation to summary.json."""
 
     def __init__(
         self,
@@ -75,9 +82,12 @@ class Trainer:
         held_out_tasks: list[Task],
         restarts: Mapping[str, int],
         track: Track,
+        lineages: list[Lineage],
+        resumed: Resumed | None = None,
     ) -> None:
         """`restarts`: how often each service of the run was started again so far; the summary tells. `track`: gets the
-        metrics as well."""
+        metrics as well. `lineages`: of the policy, over the lives of the run; the last one is the backend's. `resumed`:
+        where an earlier life ended."""
         self._config = config
         self._folder = folder
         self._run = run
@@ -86,13 +96,29 @@ class Trainer:
         self._backend = backend
         self._rollouts = rollouts
         self._display = display
-        self._train_tasks = train_tasks
-        self._held_out_tasks = held_out_tasks
+        self._all_tasks = train_tasks
         self._restarts = restarts
+        self._lineages = lineages
+        self._resumed = resumed
+        self._flights = Flights(rollouts, config, lineages, backend.tasks)
+        self._plan = plan(config.trainer)
+        self._tasks_ended = False
+        self._safety, self._alike = Safety(config.trainer.safety), Alike(config.trainer.safety)
+        self._remade = 0
+        """How often the present batch was made again."""
         self._report = Report(folder, gateway, run, display.note, track)
+        self._timeline = Timeline(folder)
+        self._checkpoints = Checkpoints(
+            folder, keep=config.trainer.keep_checkpoints, keep_best=config.trainer.keep_best, note=display.note
+        )
+        self._validation = Validation(
+            config, held_out_tasks, rollouts, self._report, self._checkpoints, self._timeline, display
+        )
         self._started = time.monotonic()
-        self._consumed: list[str] = []
-        self._checkpoints: list[Path] = []
+        self._clock = Clock()
+        """Of the step under way."""
+        self._consumed: dict[str, int] = {}
+        """Groups that are in the books -> the step of these."""
         self._steps = backend.step
         self._saved = backend.step
         """Step of the last checkpoint."""
@@ -102,21 +128,19 @@ class Trainer:
         self._after: HeldOut | None = None
 
     def run(self) -> Summary:
-        """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written."""
+        """The whole run. An interruption (Ctrl-C) ends it early, with its books closed and the summary written; one
+        that comes before it has gone on leaves all as it was."""
         interrupted = False
-        every = self._config.evaluation.every
+        self._go_on()
         try:
-            self._before = self._evaluate("before")
-            for number in range(self._backend.step + 1, self._config.trainer.steps + 1):
-                self.step(number)
-                if every and number % every == 0 and number < self._config.trainer.steps:
-                    self._evaluate(f"{number}-steps-into")
-            self._after = self._evaluate("after")
+            self._before = self._before or self._validation.measure("before", self._backend.version, self._steps)
+            self._train()
+            self._after = self._validation.measure("after", self._backend.version, self._steps)
         except KeyboardInterrupt:
             interrupted = True
             self._display.phase("stopping")
+            self._keep()  # first: a gateway that is gone ends the rest
             self._give_up()
-            self._keep()
         except Exception:  # whatever ends the run: what it has learnt stays
             self._keep()
             raise
@@ -124,66 +148,138 @@ class Trainer:
         self._report.summary(summary)
         return summary
 
-    def step(self, number: int) -> None:
-        settings = self._config.trainer
-        clock = Clock()
-        self._display.step(number)
+    def _go_on(self) -> None:
+        """From where an earlier life of the run ended, if it had one."""
+        if self._resumed:
+            history = self._report.resume(self._steps)
+            self._safety.replay(history)
+            self._before = before_of(history)
+            self._consumed = dict.fromkeys(sorted(self._resumed.groups), self._steps)
+            self._book(self._flights.restore(self._resumed.groups, self._backend.version), Fate.GROUP_INCOMPLETE)
+            self._validation.restore()
+        self._train_tasks = islice(self._all_tasks, self._flights.tasks, None)
+
+    def _train(self) -> None:
+        """Take the steps that are left."""
+        steps = self._config.trainer.steps
+        self._begin_step()
+        while self._steps < steps:
+            version, left = self._backend.version.number, steps - self._steps
+            match decide(self._flights.all, version, left, self._plan, ended=self._tasks_ended):
+                case Create(groups):
+                    self._create(groups)
+                case schedule.Update(groups):
+                    if self._is_fit(groups):
+                        self._step(self._flights.take(groups))
+                        self._begin_step()
+                case Drop(groups, again):
+                    self._book(self._flights.drop(groups, again=again), Fate.STALE)
+                case Wait(overdue):
+                    self._wait(f"{len(overdue) or self._plan.groups_per_update} groups")
+            self._validation.look()
+        self._validation.finish()
+        # A run that was resumed may have begun more than its steps have taken.
+        rest = tuple(flight.group for flight in self._flights.all)
+        self._book(self._flights.drop(rest, again=False), Fate.GROUP_INCOMPLETE)
+
+    def _is_fit(self, groups: tuple[str, ...]) -> bool:
+        """Whether a batch can be trained. One of which too much failed is made again.
+
+        Raises AllAlike, TooManyFailed.
+        """
+        safety = self._config.trainer.safety
+        batch = self._flights.look(groups)
+        self._alike.check(batch)
+        why = infrastructure(batch, safety.infrastructure)
+        if why:
+            check_remade(why, self._remade, safety)
+            self._display.note(f"a batch is made again: {why}")
+            self._book(self._flights.drop(groups, again=True), Fate.GROUP_INCOMPLETE)
+        self._remade = self._remade + 1 if why else 0
+        return not why
+
+    def _wait(self, what: str) -> None:
+        """Until a group begins or is complete."""
+        with self._phase("wait"):
+            while not self._flights.refresh(self._backend.version):
+                self._rollouts.wait(what)
+
+    @contextlib.contextmanager
+    def _phase(self, name: PhaseName) -> Iterator[None]:
+        """Of the step under way."""
+        with self._timeline.phase(name, self._steps + 1), self._clock.phase(name):
+            yield
+
+    def _begin_step(self) -> None:
+        self._clock = Clock()
+        self._rollouts.watch.moved()
+        self._display.step(self._steps + 1)
         self._display.phase("rollouts")
-        with clock.phase("rollouts"):
-            groups = self._roll_out(number)
+
+    def _create(self, groups: int) -> None:
+        """Begin groups with the next tasks. Raises ConfigError if there are fewer than an update takes."""
+        least = max(0, self._plan.groups_per_update - len(self._flights.all))
+        tasks = take(self._train_tasks, groups, "tasks.train", least=least)
+        self._tasks_ended = len(tasks) < groups
+        self._flights.create(tasks)
+
+    def _step(self, groups: list[Group]) -> None:
+        number, settings, clock = self._steps + 1, self._config.trainer, self._clock
         self._display.phase("update")
-        with clock.phase("build"):
-            samples = [group.samples for group in groups]
-            metrics: Line = of_penalties(samples, settings)
-            taken, lesson = self._select(samples)
-            self._check_versions(taken)
-            metrics |= of_taken(taken, self._backend.version)
-            steps = packed_steps(taken, settings, self._config.run.seed + number)
-        with clock.phase("update"):
-            update = self._update(taken, steps)
-        critic = self._backend.critic
-        if critic and lesson and update and update.applied:
-            with clock.phase("critic"):
-                metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
+        samples = [group.samples for group in groups]
+        with self._device():
+            self._top_up()
+            with self._phase("build"):
+                penalise(samples, self._backend, settings)
+                metrics: Line = of_penalties(samples, settings)
+                taken, lesson = self._select(samples)
+                steps = packed_steps(taken, settings, self._config.run.seed + number)
+            metrics |= of_taken(taken, self._backend.version, self._lineages)
+            with self._phase("update"):
+                update = self._update(taken, steps)
+                critic = self._backend.critic
+                if critic and lesson and update and update.applied:
+                    with clock.phase("critic"):
+                        metrics |= critic.learn(lesson.packs, lesson.before, lesson.returns)
         with uninterrupted():
-            self._consumed += [group.spec.id for group in groups]
+            self._book(groups)
             self._steps, self._booked = number, self._backend.version
-            for group in groups:
-                for transcript, sample in zip(group.transcripts, group.samples, strict=True):
-                    self._report.transcript(transcript, group.spec.task, sample.fates, number)
-            self._rollouts.close()
 
         metrics |= of_groups(groups, settings.groups_per_step)
         metrics |= {"update_applied": update is not None and update.applied, **(update.metrics if update else {})}
         metrics |= {"version": list(self._backend.version), **clock.speed(metrics["sampled_tokens"])}
+        skipped = update is not None and not update.applied
+        metrics["updates_skipped"] = self._safety.updates_skipped + skipped
         self._report.metrics(number, metrics)
         self._display.metrics(metrics, complaint([each for group in groups for each in group.transcripts]))
+        for warning in self._safety.note(metrics):
+            self._display.note(f"warning: step {number}: {warning}")
+        if update is not None:
+            self._safety.skipped(skipped)
         if number % CURVE_EVERY == 0:
             self._report.curve()
         if number % settings.checkpoint_every == 0 or number == settings.steps:
             self._checkpoint(number)
+        if self._validation.is_due(number) and number < settings.steps:
+            self._validation.run_in_between(self._backend.version, number, self._keep)
 
-    def _roll_out(self, number: int) -> list[Group]:
-        """The groups of a step. In place of those that cannot be compared, further tasks are run, in so many rounds as
-        `trainer.advantage.refill` allows."""
-        settings, sampling = self._config.trainer, self._config.sampling
-        bound = Bound(settings.row_tokens, settings.overlong)
-        groups: list[Group] = []
-        missing = settings.groups_per_step
-        for refill in range(settings.advantage.refill + 1):
-            tasks = take(self._train_tasks, missing, "tasks.train", least=0 if refill else missing)
-            if not tasks:
-                break
-            label = f"step-{number:05d}" + (f"-refill-{refill}" if refill else "")
-            specs = self._rollouts.specs(label, tasks, settings.group_size, Purpose.TRAIN, sampling, draws=label)
-            collected = zip(specs, self._rollouts.collect(specs), strict=True)
-            found = [Group(spec, each, [build(transcript, bound) for transcript in each]) for spec, each in collected]
-            penalise([group.samples for group in found], self._backend, settings)
-            groups += found
-            missing = sum(why_not(group.samples, settings.advantage) is not None for group in found)
-            if not missing:
-                break
-        return groups
+    def _top_up(self) -> None:
+        """Where others run beside an update, those that take the place of its groups begin already."""
+        if self._config.trainer.schedule.kind != "sync":
+            left = self._config.trainer.steps - self._steps - 1
+            if missing := to_create(self._flights.all, left, self._plan):
+                self._create(missing)
+
+    def _book(self, groups: list[Group], fate: Fate | None = None) -> None:
+        """Close the books of groups with the step under way; `fate`: they are not trained, for this reason."""
+        with uninterrupted():
+            for group in groups:
+                self._consumed[group.spec.id] = self._steps + 1
+                for transcript, sample in zip(group.transcripts, group.samples, strict=True):
+                    if fate:
+                        sample.give_up(fate)
+                    self._report.transcript(transcript, group.spec.task, sample.fates, self._steps + 1)
+            self._rollouts.close([group.spec.id for group in groups])
 
     def _select(self, groups: list[list[Sample]]) -> tuple[Taken, Lesson | None]:
         """What the update takes, and what a critic learns from it."""
@@ -192,58 +288,51 @@ class Trainer:
             return select(groups, settings.advantage), None
         return select_by_critic(groups, critic, settings)
 
-    def _check_versions(self, taken: Taken) -> None:
-        """In a synchronous run every token is sampled by the weights that it trains."""
-        current = self._backend.version.pack()
-        served = {int(version) for sample in taken.samples for row in sample.rows for version in row.versions}
-        served.discard(UNKNOWN_VERSION)
-        if served - {current}:
-            others = ", ".join(".".join(map(str, Version.unpack(version))) for version in sorted(served - {current}))
-            raise WrongVersion(
-                f"the engine answered with version {others} of the policy where the trainer has written "
-                f"{'.'.join(map(str, self._backend.version))}; does it map the folder that engine.weights names?"
-            )
-
     def _update(self, taken: Taken, steps: list[Step]) -> Update | None:
         """The optimiser steps; None if no group had a signal."""
         if not steps:
             return None
         packs = [packs for _, packs in steps]
-        update = self._backend.update(packs, self._config.trainer.objective, self._engine_stands_still())
+        apart = self._config.trainer.schedule.kind == "async"
+        writing = self._engine_stands_still() if apart else contextlib.nullcontext()
+        update = self._backend.update(packs, self._config.trainer.objective, writing)
         trained = {sample.rollout for samples, _ in steps[: update.steps] for sample in samples}
         for sample in taken.samples:
             if sample.rollout not in trained and sample.trained_tokens:
                 sample.give_up(Fate.UPDATE_SKIPPED)
         return update
 
+    def _device(self) -> contextlib.AbstractContextManager[None]:
+        """Around everything that an update computes: the engine leaves the devices to it, if they share them."""
+        if self._config.trainer.schedule.kind == "async":
+            return contextlib.nullcontext()
+        return self._engine_stands_still()
+
     @contextlib.contextmanager
     def _engine_stands_still(self) -> Iterator[None]:
-        """Around the write of the weights: the gateway holds calls, and the engine is paused.
+        """The gateway holds calls, and the engine is paused.
 
         An engine that dies forgets that it was paused. One that is started again within sees the writer's mark, and
         generates nothing before it is gone; what generates when the mark appears is discarded by the engine itself.
         """
-        with closed(self._gateway, self._run, drain_s=DRAIN_LIMIT_S):
-            try:
-                self._engine(pause_engine(DRAIN_LIMIT_S))
-                yield
-            finally:
-                self._engine(resume_engine())
-
-    def _evaluate(self, label: str) -> HeldOut:
-        self._display.phase(f"held-out tasks, {label} training")
-        began = time.monotonic()
-        settings, sampling = self._config.evaluation, self._config.sampling
-        held_out = evaluate(self._rollouts, self._report, self._held_out_tasks, settings, sampling, label)
-        self._report.metrics(self._steps, of_held_out(held_out, time.monotonic() - began))
-        self._report.curve()
-        self._display.held_out(label, held_out)
-        return held_out
+        how = self._config.trainer.schedule
+        # With devices of its own the trainer computes the update around this.
+        phase = contextlib.nullcontext() if how.kind == "async" else self._phase("drain")
+        with contextlib.ExitStack() as held:
+            with phase:
+                held.enter_context(closed(self._gateway, self._run, how.at_update, how.finish_s))
+                # Who has begun by now has tokens of the present version; who begins later has none.
+                self._rollouts.watch.catch_up()
+                self._flights.refresh(self._backend.version)
+                held.callback(self._engine, resume_engine())
+                self._engine(pause_engine(PAUSE_LIMIT_S))
+            yield
 
     def _checkpoint(self, number: int) -> None:
         self._display.phase("checkpoint")
         began = time.monotonic()
-        self._save(number)
+        with self._timeline.phase("checkpoint", number):
+            self._save(number)
         self._report.metrics(number, {"timing_s/checkpoint": time.monotonic() - began})
 
     def _keep(self) -> None:
@@ -252,19 +341,12 @@ class Trainer:
             self._save(self._steps)
 
     def _save(self, number: int) -> None:
-        folder = self._folder / "checkpoints" / f"step-{number:05d}"
-        tasks = self._backend.tasks + len(self._consumed)
-        notes = {"step": number, "version": list(self._backend.version), "tasks": tasks, "groups": self._consumed}
-        try:
-            self._backend.save(folder, notes)
-        except (OSError, RuntimeError, SafetensorError) as error:  # each library tells of a full disk in its own way
-            raise CannotWrite(f"cannot write the checkpoint {folder} (is the disk full?): {error}") from error
+        version, tasks = list(self._backend.version), self._flights.tasks
+        # What was given up since has its books in the step under way, and those end with this life.
+        groups = [group for group, step in self._consumed.items() if step <= number]
+        notes = {"step": number, "version": version, "tasks": tasks, "groups": groups}
+        self._checkpoints.save(number, lambda folder: self._backend.save(folder, notes))
         self._saved = number
-        self._checkpoints.append(folder)
-        for old in self._checkpoints[: -self._config.trainer.keep_checkpoints]:
-            # Under its name a checkpoint is whole, also when this is interrupted.
-            rmtree(old.rename(old.with_name(f".{old.name}.old")))
-        self._checkpoints = self._checkpoints[-self._config.trainer.keep_checkpoints :]
 
     def _give_up(self) -> None:
         """Close the books of rollouts that will not be trained."""
@@ -277,8 +359,9 @@ class Trainer:
         totals = self._gateway(get_totals(self._run))
         counters = [engine.sampled_tokens for engine in self._gateway(list_engines()) if engine.run == self._run]
         # An engine that was started again has counted from nothing.
-        counted = self._config.engine.url is None and not self._restarts.get("engine")
+        counted = self._config.engine.url is None and not self._restarts.get("engine") and not self._resumed
         before, after = self._before, self._after
+        newest, best = self._checkpoints.newest(), self._checkpoints.best()
         return Summary(
             held_out_before=before.success if before else None,
             held_out_after=after.success if after else None,
@@ -296,9 +379,43 @@ class Trainer:
             outcomes=dict(self._report.outcomes),
             seconds=time.monotonic() - self._started,
             seed=self._config.run.seed,
-            checkpoint=str(self._checkpoints[-1].relative_to(self._folder)) if self._checkpoints else None,
+            checkpoint=str(newest.relative_to(self._folder)) if newest else None,
             interrupted=interrupted,
+            interval_before=before.interval if before else None,
+            interval_after=after.interval if after else None,
+            best_checkpoint=str(best.relative_to(self._folder)) if best else None,
+            resumed=self._resumed.times if self._resumed else 0,
         )
+
+
+def before_of(history: list[dict[str, Any]]) -> HeldOut | None:
+    """What the held-out tasks gave before the first step, in an earlier life of the run."""
+    for line in history:
+        if "held_out" in line:
+            low, high = line["held_out_low"], line["held_out_high"]
+            return HeldOut(
+                success=line["held_out"],
+                interval=None if low is None else (low, high),
+                greedy=line["held_out_greedy"],
+                tasks=0,
+                rollouts=0,
+                unjudged=line["held_out_unjudged"],
+                complaint="",
+                versions=None,
+            )
+    return None
+
+
+def plan(settings: TrainerSettings) -> Plan:
+    """What `schedule.decide` has to know."""
+    schedule = settings.schedule
+    return Plan(
+        groups_per_update=settings.groups_per_step,
+        in_flight=settings.groups_in_flight,
+        staleness=0 if schedule.kind == "sync" else schedule.staleness,
+        most_groups=settings.groups_per_step * (settings.advantage.refill + 1),
+        remake=schedule.remake,
+    )
 
 
 def packed_steps(taken: Taken, settings: TrainerSettings, seed: int) -> list[Step]:

@@ -17,7 +17,7 @@ from harnessed.training.batching import Advantages
 from harnessed.training.marking import by_call, by_rollout
 from harnessed.training.packing import Pack
 from harnessed.training.samples import Sample
-from harnessed.training.selection import Taken
+from harnessed.training.selection import Taken, in_reward
 
 
 class Reference(Protocol):
@@ -43,7 +43,7 @@ class Lesson:
 
 def penalise(groups: list[list[Sample]], reference: Reference, settings: Trainer) -> None:
     """With a KL term in the reward, note what it takes from each rollout's."""
-    if not _in_reward(settings):
+    if not in_reward(settings.objective.kl):
         return
     packs, flat = by_rollout(groups, settings), list(chain.from_iterable(groups))
     for sample, divergence in zip(flat, reference.divergences(packs, len(flat)), strict=True):
@@ -52,15 +52,11 @@ def penalise(groups: list[list[Sample]], reference: Reference, settings: Trainer
 
 def of_penalties(groups: list[list[Sample]], settings: Trainer) -> dict[str, float]:
     """Metrics of what `penalise` noted."""
-    if not _in_reward(settings):
+    if not in_reward(settings.objective.kl):
         return {}
     flat = list(chain.from_iterable(groups))
     divergence = math.fsum(sample.penalty for sample in flat) / settings.objective.kl.coefficient
     return {"kl_reference": divergence / max(sum(sample.trained_tokens for sample in flat), 1)}
-
-
-def _in_reward(settings: Trainer) -> bool:
-    return settings.objective.kl.coefficient > 0 and settings.objective.kl.place == "reward"
 
 
 def select_by_critic(groups: list[list[Sample]], critic: Values, settings: Trainer) -> tuple[Taken, Lesson]:

@@ -60,6 +60,8 @@ def appearing(folder: Path) -> Iterator[Path]:
     for path in unfinished.rglob("*"):
         if path.is_file():
             path.chmod(0o644)  # safetensors makes its file private
+    if folder.exists():  # damaged, or of steps that are taken again
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old")))
     unfinished.rename(folder)
 
 
@@ -69,35 +71,32 @@ def write_training(folder: Path, notes: dict[str, Any], training: dict[str, Any]
     torch.save(training, folder / TRAINING_FILE)
 
 
-def read(folder: Path, settings: Trainer) -> Checkpoint:
-    """Raises ConfigError, also where the settings are not those to go on with."""
-    found = _read(folder)
-    _check(found, settings)
+def read(folder: Path, settings: Trainer, named_by: str = "trainer.resume_from") -> Checkpoint:
+    """`named_by`: what the user is told to look at. Raises ConfigError, also where the settings are not those to go on
+    with."""
+    found = _read(folder, named_by)
+    _check(found, settings, named_by)
     return found
 
 
-def _check(found: Checkpoint, settings: Trainer) -> None:
-    if found.step >= settings.steps:
-        raise ConfigError(f"trainer.resume_from: it has taken {found.step} steps: raise trainer.steps above it")
+def _check(found: Checkpoint, settings: Trainer, named_by: str) -> None:
     folder, kind = found.folder, found.training["kind"]
     has_adapter = (folder / ADAPTER_FOLDER).is_dir()
     if has_adapter != (settings.lora is not None):
         raise ConfigError(
-            f"trainer.resume_from: {folder} was trained {'with' if has_adapter else 'without'} LoRA: set trainer.lora "
+            f"{named_by}: {folder} was trained {'with' if has_adapter else 'without'} LoRA: set trainer.lora "
             "as it was, or set policy.model to the checkpoint and begin anew"
         )
     if kind != settings.optimiser.kind:
-        raise ConfigError(
-            f"trainer.resume_from: {folder} holds the moments of {kind}: set trainer.optimiser.kind to it"
-        )
+        raise ConfigError(f"{named_by}: {folder} holds the moments of {kind}: set trainer.optimiser.kind to it")
     if settings.advantage.kind == "gae" and not (folder / CRITIC_FILE).is_file():
         raise ConfigError(
-            f"trainer.resume_from: {folder} was trained without a critic: set trainer.advantage.kind as it was, or set "
+            f"{named_by}: {folder} was trained without a critic: set trainer.advantage.kind as it was, or set "
             "policy.model to the checkpoint and begin anew"
         )
 
 
-def _read(folder: Path) -> Checkpoint:
+def _read(folder: Path, named_by: str) -> Checkpoint:
     try:
         notes = json.loads((folder / NOTES_FILE).read_bytes())
         training = torch.load(folder / TRAINING_FILE, weights_only=True)
@@ -106,8 +105,8 @@ def _read(folder: Path) -> Checkpoint:
         return Checkpoint(folder, int(notes["step"]), int(notes["tasks"]), Version(*notes["version"]), training)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"trainer.resume_from: {error.filename} is missing: name a folder below `checkpoints` of a run; to start "
+            f"{named_by}: {error.filename} is missing: name a folder below `checkpoints` of a run; to start "
             "anew from weights alone, set policy.model to them"
         ) from error
     except UNREADABLE as error:
-        raise ConfigError(f"trainer.resume_from: cannot read {folder}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{named_by}: cannot read {folder}: {' '.join(str(error).split())}") from error

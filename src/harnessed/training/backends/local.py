@@ -4,6 +4,7 @@
 schedules.
 """
 
+import copy
 import shutil
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from harnessed.training.backends import checkpoint, models, optimiser
 from harnessed.training.backends.critic import Critic
 from harnessed.training.backends.policy import distributions
 from harnessed.training.backends.tally import Tally, means
+from harnessed.training.lineages import next_version
 from harnessed.training.losses import Terms, objective_loss, rollout_kl
 from harnessed.training.metrics import Clock
 from harnessed.training.packing import Pack
@@ -60,7 +62,7 @@ class Fixed:
 
 
 class LocalBackend:
-    """A policy with its optimiser. Its weights live in `weights_folder`, mapped by the engine as well."""
+    """A policy with its optimiser, and the weights in `weights_folder`, which the engine maps."""
 
     def __init__(self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0) -> None:
         """`folder` is policy.model. Raises ConfigError."""
@@ -77,14 +79,20 @@ class LocalBackend:
             models.check_shape(model, folder)
         # With adapters the frozen weights are at hand; without, they are loaded once more to compare with.
         base = models.load(folder, "policy.model") if (resumed and lora) or (compares and not lora) else model
+        # With devices of its own the engine serves one version while the next one is computed. With adapters it does so
+        # anyway: they are written when they are complete.
+        apart = settings.schedule.kind == "async" and lora is None
+        served = copy.deepcopy(model) if apart else model
         try:
             self.version = _first_version(weights_folder, resumed)
-            self._weights = SharedWeights.create(weights_folder, model, self.version)
+            self._weights = SharedWeights.create(weights_folder, served, self.version)
         except (OSError, WeightsError) as error:
             raise ConfigError(f"cannot write the policy into {weights_folder}: {error}") from error
         self._model = model
-        self._served: dict[str, Tensor] = model.state_dict()
+        self._served: dict[str, Tensor] = served.state_dict()
         """What the engine maps, by the names that transformers gives it."""
+        self._in_place = lora is None and not apart
+        """The optimiser changes what the engine maps."""
         self._adapters = models.Adapters(model, base, lora, seed) if lora else None
         self._reference = base.requires_grad_(False) if compares and not lora else None
         self._compares = compares
@@ -119,14 +127,14 @@ class LocalBackend:
                 tally = self._gradient(packs, before, objective)
                 if not tally.finite:
                     break
-                if not taken and self._adapters is None:
+                if not taken and self._in_place:
                     self._begin_writing(writing, standing_still, following)
                 self.whole = False
                 self._optimiser.step()
                 taken.append(tally)
-            if taken and self._adapters is not None:
+            if taken and not self._in_place:
                 self._begin_writing(writing, standing_still, following)
-                self._adapters.write()
+                self._write()
         if taken:
             self.version, self.whole = following, True
             self._updates += 1
@@ -185,6 +193,15 @@ class LocalBackend:
         optimiser.restore(self._optimiser, found["optimiser"], self._settings.optimiser)
         self._updates = found["updates"]
         torch.set_rng_state(found["random"])
+
+    def _write(self) -> None:
+        """Let the engine have what the optimiser has made."""
+        if self._adapters is not None:
+            self._adapters.write()
+            return
+        made = self._model.state_dict()
+        for name, tensor in self._served.items():
+            tensor.copy_(made[name])
 
     def _begin_writing(
         self, writing: ExitStack, standing_still: AbstractContextManager[None], following: Version
@@ -247,9 +264,6 @@ class LocalBackend:
 
 
 def _first_version(weights_folder: Path, resumed: checkpoint.Checkpoint | None) -> Version:
-    """No version is used twice: what goes on from an earlier one does so in a new lineage."""
+    """What goes on from an earlier version does so in a new lineage."""
     served = read_state(weights_folder)
-    before = [*([served.version] if served else []), *([resumed.version] if resumed else [])]
-    if not before:
-        return Version(0, 0)
-    return Version(max(version.lineage for version in before) + 1, max(version.number for version in before) + 1)
+    return next_version([*([served.version] if served else []), *([resumed.version] if resumed else [])])

@@ -266,7 +266,7 @@ class Trainer:
 
     def _top_up(self) -> None:
         """Where others run beside an update, those that take the place of its groups begin already."""
-        if self._config.trainer.schedule.kind != "sync" and not self._tasks_ended:
+        if self._config.trainer.schedule.kind != "sync":
             left = self._config.trainer.steps - self._steps - 1
             if missing := to_create(self._flights.all, left, self._plan):
                 self._create(missing, least=0)

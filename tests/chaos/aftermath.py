@@ -164,8 +164,9 @@ class Aftermath:
         """A life that goes on from a checkpoint keeps the books up to it, and what was measured."""
         deaths = self.lives.deaths
         resumed = self.lives.resumed_from()
-        assert resumed == [death.checkpoint for death in deaths]
-        assert self.summary["resumed"] == len(deaths)
+        after = [death.resumed for death in deaths[1:]] + [len(resumed)]
+        assert resumed == [each.checkpoint for each, later in zip(deaths, after, strict=True) if later > each.resumed]
+        assert self.summary["resumed"] == len(resumed)
         for death in deaths:
             for line in death.transcripts:
                 if line["step"] is None or line["step"] <= death.checkpoint:
@@ -235,7 +236,8 @@ class Aftermath:
         for step in range(self.checkpoint_every, self.steps + 1, self.checkpoint_every):
             weights[Version(*self.notes(step)["version"])] = self.checkpoint(step)
         begun = [death.lineages for death in self.lives.deaths] + [[list(each) for each in self.lineages]]
-        for before, after, step in zip([[], *begun], begun, [0, *self.lives.resumed_from()], strict=False):
+        origins = [0, *(death.checkpoint for death in self.lives.deaths)]
+        for before, after, step in zip([[], *begun[:-1]], begun, origins, strict=True):
             for lineage, number, _ in after[len(before) :]:
                 weights[Version(lineage, number)] = self.checkpoint(step) if step else self.policy
         by_version: defaultdict[int, list[Row]] = defaultdict(list)

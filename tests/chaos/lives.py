@@ -41,6 +41,8 @@ class Death:
     lineages: list[list[int]]
     checkpoint: int
     """Step of the newest; 0: there is none."""
+    resumed: int
+    """How many lives had gone on with the run by then; one that was killed while it loaded had not."""
 
 
 def kills(seed: int, count: int, steps: int) -> list[Kill]:
@@ -132,6 +134,7 @@ class Lives:
             whole_lines(self.run / "transcripts.jsonl"),
             lineages,
             max(steps, default=0),
+            len(self.resumed_from()),
         )
 
     def said(self) -> str:

@@ -177,6 +177,15 @@ async def test_a_request_that_is_cut_leaves_nothing(house, path, caplog):
     assert "Traceback" not in caplog.text
 
 
+async def test_a_control_request_that_is_cut_is_no_error_of_the_gateway(house, caplog):
+    head = f"POST /api/runs HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {house.keys.sign(ADMIN)}\r\n"
+    with socket.create_connection(("127.0.0.1", int(house.url.rpartition(":")[2]))) as connection:
+        connection.sendall(f"{head}content-length: 9\r\n\r\n{{".encode())
+        await asyncio.sleep(0.05)
+    await house.attempts()
+    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
+
+
 def control_routes(house, attempt):
     """(method, path) of every route that is no call of the model, with this attempt's names filled in."""
     names = {"rollout": attempt.rollout, "n:int": "1", "run": "r", "group": "g"}

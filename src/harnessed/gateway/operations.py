@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import orjson
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -76,6 +76,8 @@ class Operation:
                 return _error(error.status, str(error))
             except (ConfigError, ValueError) as error:
                 return _error(400, " ".join(str(error).split()))
+            except ClientDisconnect:  # with its body half sent; nobody reads this
+                return _error(400, "the connection was closed before the request was complete")
             return answer if isinstance(answer, Response) else _json(answer)
 
         return Route(self.path, endpoint, methods=[self.method])

@@ -143,11 +143,11 @@ async def test_calls_and_stop_strings_are_read_across_breaks(house, knowing, mon
     assert bool(whole[1].message.get("tool_calls")) == (not stop)
     generate, asks = Engines.generate, []
 
-    async def one_token(self, run, rollout, generation, kept, preview):
+    async def one_token(self, run, rollout, generation, kept, preview, periods):
         """As if an update interrupted it then."""
         asks.append(len(kept.tokens))
         most = min(generation.max_tokens, len(kept.tokens) + 1)
-        given = await generate(self, run, rollout, replace(generation, max_tokens=most), kept, preview)
+        given = await generate(self, run, rollout, replace(generation, max_tokens=most), kept, preview, periods)
         if given.finish == "stop" or len(given.tokens) == generation.max_tokens:
             return given
         broken = Interrupted("as if by an update")

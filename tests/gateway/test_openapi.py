@@ -27,6 +27,7 @@ SAMPLES: dict[Any, Any] = {
     records.Reward: records.Reward(reward=1.0),
     records.Metrics: records.Metrics(step=1, values={"loss": 0.5}),
     dict[str, dict[records.Fate, int]]: {"x": {records.Fate.TRAINED: 1}},
+    records.Presence | None: records.Presence(run="x", slots=1),
     records.Event: records.Event(rollout="x", attempt=1, type="x"),
 }
 """An argument of each type that functions of the client take."""

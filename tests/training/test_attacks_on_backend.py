@@ -193,7 +193,7 @@ def running(folder, backend, step):
     trainer = trainer_of(backend, steps=3)
     trainer._config.evaluation = Evaluation()
     trainer._folder, trainer._steps, trainer._saved, trainer._booked = folder, 0, 0, backend.version
-    trainer._consumed, trainer._flights, trainer._go_on, trainer._before = [], SimpleNamespace(tasks=5), list, None
+    trainer._consumed, trainer._flights, trainer._go_on, trainer._before = {}, SimpleNamespace(tasks=5), list, None
     trainer._checkpoints = Checkpoints(folder, keep=3, keep_best=1, note=str)
     trainer._display, trainer._rollouts = SimpleNamespace(phase=str), SimpleNamespace(give_up=list)
     trainer._report = SimpleNamespace(summary=str)

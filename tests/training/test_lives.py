@@ -24,6 +24,8 @@ from harnessed.training.report import Report
 from harnessed.training.rollouts import Rollouts
 from harnessed.training.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 STEPS, STALENESS = 9, 2
 
 

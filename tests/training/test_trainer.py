@@ -204,7 +204,7 @@ def test_an_engine_that_serves_what_the_trainer_has_not_written_ends_the_run():
         trainer._train()
 
 
-def test_an_interruption_waits_for_the_end_of_the_outermost_block():
+def test_an_interruption_waits_for_the_end_of_the_outermost_block(interruptible):
     """Steps are counted after the books of their groups, which are such a block as well."""
     done = []
     with pytest.raises(KeyboardInterrupt), uninterrupted():
@@ -231,7 +231,7 @@ def test_a_group_that_was_given_up_for_another_of_its_task_is_not_taken_up_again
         assert later.tasks == 1
 
 
-def test_tasks_count_as_begun_when_their_groups_exist():
+def test_tasks_count_as_begun_when_their_groups_exist(interruptible):
     """A checkpoint says how many were."""
     trainer = trainer_of([GOOD] * 2, steps=1, groups_per_step=1, group_size=2)
     create, trainer._rollouts.create = trainer._rollouts.create, lambda specs: signal.raise_signal(signal.SIGINT)

@@ -33,6 +33,8 @@ Messages = list[dict[str, Any]]
 
 PIECE = 2**16
 """Characters, at least, that are encoded at a time: to take over the tokens keeps other threads waiting."""
+SHORT = 2**12
+"""Characters, at most, that are looked up word by word: for so long other threads wait."""
 _USER = {"role": "user", "content": "stub"}
 _PROBE = "probe"
 _CALLING = {
@@ -162,7 +164,7 @@ class ChatTemplate:
         return ids
 
     def _piece(self, text: str) -> Sequence[int]:
-        if self._words is not None and (ids := self._words.encode(text)) is not None:
+        if len(text) <= SHORT and self._words is not None and (ids := self._words.encode(text)) is not None:
             return ids
         # Of a batch, since only that lets other threads run meanwhile.
         found: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids

@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: ablation benchmarks benchmarks-interrupting benchmarks-memory benchmarks-schedules chaos chaos-training check demo docs families format harnesses harnesses-long install peers smollm2 staleness test trackers
+.PHONY: ablation benchmarks benchmarks-interrupting benchmarks-memory chaos chaos-training check demo docs families format harnesses harnesses-long install peers schedules smollm2 staleness test trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -112,6 +112,10 @@ benchmarks: $(SMOLLM2)/config.json
 benchmarks-interrupting: $(INSTALLED) $(MODEL)/config.json
 	@echo "benchmarks-interrupting: how long an update waits for generations that it interrupts; about ten minutes"
 	@$(VENV)/bin/python benchmarks/interrupting.py $(MODEL)
+
+schedules: $(INSTALLED)
+	@echo "schedules: three schedules on the same work, three seeds each; about half an hour, on a machine that does nothing else"
+	@$(VENV)/bin/python benchmarks/schedules.py
 
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,11 +23,9 @@ import orjson
 import relay
 import upstream
 from agents import FIRST, LATER, OWNER, Agent, connected, renewing, talk, talk_at
-from figures import Figure
+from figures import Figure, tell
 from memory import measure_memory
 from processes import Server, process
-from rich.console import Console
-from rich.table import Table
 
 from harnessed.client import Client, claim, create_groups, create_run, register_engine
 from harnessed.config import Gateway
@@ -186,11 +183,7 @@ def main() -> None:
             figures = asyncio.run(kept(model, Path(folder), engine, asked.memory))
         else:
             figures = asyncio.run(measure(model, Path(folder), engine))
-    table = Table("figure", "measured", "at most", "baseline", "")
-    for figure in figures:
-        table.add_row(*figure.row())
-    Console(width=150, highlight=False).print(table)
-    sys.exit(not all(figure.held for figure in figures))
+    tell(figures)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,8 @@ from typing import Any
 
 import aiohttp
 import orjson
-from figures import Figure
+from figures import Figure, tell
 from processes import Server, process
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from harnessed.client import (
@@ -306,11 +304,7 @@ def main() -> None:
         model = endless(asked.model.resolve(), Path(scratch) / "model")
         with servers(model, Path(scratch), asked.database) as (engine, gateways, admin):
             figures = asyncio.run(measure_all(engine, gateways, admin, model, asked))
-    table = Table("close(interrupt)", "measured", "at most", "baseline", "")
-    for figure in figures:
-        table.add_row(*figure.row())
-    Console(width=150, highlight=False).print(table)
-    sys.exit(not all(figure.held for figure in figures))
+    tell(figures, "close(interrupt)")
 
 
 if __name__ == "__main__":

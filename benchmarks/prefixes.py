@@ -7,16 +7,13 @@ One thread. Prints one table with each figure, its limit, and a baseline of the 
 
 import multiprocessing
 import resource
-import sys
 import time
 from array import array
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
-from figures import Figure
-from rich.console import Console
-from rich.table import Table
+from figures import Figure, tell
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from harnessed.config import Advantage
@@ -184,11 +181,7 @@ def measure_step() -> list[Figure]:
 
 def main() -> None:
     figures = measure_branches() + measure_step()
-    table = Table("figure", "measured", "at most", "baseline", "")
-    for figure in figures:
-        table.add_row(*figure.row())
-    Console(width=160, highlight=False).print(table)
-    sys.exit(not all(figure.held for figure in figures))
+    tell(figures)
 
 
 if __name__ == "__main__":

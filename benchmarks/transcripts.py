@@ -8,7 +8,6 @@ Prints one table with each figure, its limit, and a baseline of the same run.
 import argparse
 import asyncio
 import multiprocessing
-import sys
 import tempfile
 import time
 from array import array
@@ -18,10 +17,8 @@ from typing import Any
 
 import numpy as np
 import orjson
-from figures import Figure
+from figures import Figure, tell
 from neighbours import measure_neighbours
-from rich.console import Console
-from rich.table import Table
 
 from harnessed.gateway import lifecycle, recording
 from harnessed.gateway.store import Store
@@ -175,11 +172,7 @@ def main() -> None:
         figures = rows(template) + long_conversation(template) + asyncio.run(stored(template, Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
         figures += measure_neighbours(model.resolve(), Path(folder))
-    table = Table("figure", "measured", "at most", "baseline", "")
-    for figure in figures:
-        table.add_row(*figure.row())
-    Console(width=150, highlight=False).print(table)
-    sys.exit(not all(figure.held for figure in figures))
+    tell(figures)
 
 
 if __name__ == "__main__":

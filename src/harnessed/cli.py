@@ -144,8 +144,9 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         from harnessed.training.display import Display
         from harnessed.training.trainer import Trainer
 
+        served = run.resumed.served if run.resumed else ()
         with run.weights_begin():
-            backend = LocalBackend(config.policy.model, weights, settings, seed=seed)
+            backend = LocalBackend(config.policy.model, weights, settings, seed=seed, served=served)
             run.begin_lineage(backend.version)
         run.wait_for_engine()
         watch = run.watch()

@@ -42,6 +42,7 @@ from harnessed.gateway.keys import ADMIN, METRICS, SECRET, Keyring
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import CloseMode, EngineSpec, History, RunSpec, Verdict, Version
 from harnessed.services import Services, bind, url_of
+from harnessed.training.closing import owner_of
 from harnessed.training.failures import CannotWrite, WrongVersion
 from harnessed.training.lineages import Lineage, go_on
 from harnessed.training.resumed import Resumed
@@ -253,7 +254,7 @@ class Run:
         if self.resumed is None:
             yield
             return
-        owner = self.gateway(get_turnstile(self.id)).owner or f"trainer of {self.id}"
+        owner = self.gateway(get_turnstile(self.id)).owner or owner_of(self.id)
         # What an engine cannot end in so short a time it discards when it sees that its weights have changed.
         self.gateway(close_turnstile(self.id, owner, CloseMode.INTERRUPT, _LOADING_S, drain_s=30))
         is_ours = self._config.engine.url is None  # and began after the last trainer's end

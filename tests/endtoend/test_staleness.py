@@ -78,7 +78,7 @@ def run(request, tmp_path_factory):
 def test_no_token_is_trained_by_an_update_further_away_than_the_bound(run):
     oldest = [run.version_before(step) - min(map(min, nodes)) for step, nodes in run.trained()]
     assert len(oldest) > 0.9 * run.updates * GROUPS * MEMBERS
-    assert min(oldest) >= 0 and max(oldest) <= BOUND
+    assert min(oldest) >= 0 and max(oldest) == BOUND  # there are tasks for which an update has to wait
     assert sum(age > 0 for age in oldest) > 0.2 * len(oldest), "the test shows nothing where nothing grows old"
 
 

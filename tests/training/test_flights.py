@@ -256,14 +256,16 @@ def test_a_run_that_was_started_again_finds_its_groups_and_how_old_they_are():
         flights.refresh(at(6, 1))
 
 
-def test_what_has_grown_too_old_over_a_restart_is_given_up():
+def test_what_has_grown_too_old_over_a_restart_is_begun_anew():
     rollouts = left_behind()
     flights = flights_of(rollouts, RESUMED, schedule={"kind": "collocated"})
     flights.restore([name(0), name(1)], at(6, 1))
     flights.refresh(at(6, 1))
     action = decide(flights.all, 6, 9, plan(flights._config.trainer))
-    assert action == Drop((name(4),), again=False)
+    assert action == Drop((name(4),), again=True)
     (group,) = flights.drop(action.groups, again=action.again)
+    assert name("4-1") in {flight.group for flight in flights.all}
+    assert rollouts.store[name("4-1")].task == group.spec.task
     assert len(group.samples) == 2 and name(4) in rollouts.cancelled
 
 

@@ -59,8 +59,8 @@ def ids(text: str) -> tuple[str, ...]:
         ("a3! b5! c5 d5", Update(ids("ab"))),
         ("a3 b3 c5! d5!", Wait(ids("ab"))),
         ("a3 b5! c5!", Create(1)),  # nobody waits with an empty slot
-        ("a2 b5! c5! d5", Drop(ids("a"), again=False)),
-        ("a2! b5! c5! d5", Drop(ids("a"), again=False)),
+        ("a2 b5! c5! d5", Drop(ids("a"), again=True)),
+        ("a2! b5! c5! d5", Drop(ids("a"), again=True)),
         ("a3! b3! c3! d5", Update(ids("abc"))),  # only a resumed run can come to this
     ],
 )
@@ -78,7 +78,7 @@ def test_a_collocated_run_at_version_5(words, action):
         ("a5! b", Wait()),
         ("a5! b5", Wait(ids("b"))),
         ("a5! b5!", Update(ids("ab"))),
-        ("a4! b5!", Drop(ids("a"), again=False)),
+        ("a4! b5!", Drop(ids("a"), again=True)),
         ("a5! b5! c", Update(ids("ab"))),  # of an earlier life
         ("a5! b5! c5", Wait(ids("c"))),
     ],
@@ -134,7 +134,7 @@ def test_groups_that_do_not_count_come_along_and_others_take_their_place(words, 
         ("a3+2 b3 c5! d5!", 2, Drop(ids("b"), again=True)),
         ("a3! b4! c3+2 d5", 2, Drop(ids("c"), again=False)),
         ("a2 b5! c5! d5", 1, Drop(ids("a"), again=True)),
-        ("a2+1 b2! c5! d5", 1, Drop(ids("b"), again=True)),
+        ("a2+1 b2! c5! d5", 1, Drop(ids("ab"), again=True)),
     ],
 )
 def test_a_group_that_would_be_too_old_may_be_made_again(words, remake, action):

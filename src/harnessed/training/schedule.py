@@ -82,8 +82,9 @@ def decide(flights: Sequence[Flight], version: int, left: int, plan: Plan, *, en
     `ended`: there are no further tasks, so an update does without those that would take the place of others. Where not
     even those in flight are enough for one, they are asked for all the same: whoever creates them knows what to say.
     """
+    # Of an earlier life of the run: in this one nobody gets so old.
     if late := [each for each in flights if _age(each, version) > plan.staleness]:
-        return _drop(late, plan)
+        return Drop(tuple(each.group for each in late), again=True)
     taken = _taken(flights, plan)
     overdue = _overdue(_without(flights, taken), version + 1, plan)
     waited_for = [each for each in overdue if not each.complete]

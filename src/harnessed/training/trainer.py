@@ -196,7 +196,11 @@ class Trainer:
         if why:
             check_remade(why, self._remade, safety)
             self._display.note(f"a batch is made again: {why}")
-            self._book(self._flights.drop(groups, again=True), Fate.GROUP_INCOMPLETE)
+            # In place of those that do not count others run already.
+            counting = {flight.group for flight in self._flights.all if flight.counts}
+            for again in (True, False):
+                dropped = tuple(group for group in groups if (group in counting) == again)
+                self._book(self._flights.drop(dropped, again=again), Fate.GROUP_INCOMPLETE)
         self._remade = self._remade + 1 if why else 0
         return not why
 

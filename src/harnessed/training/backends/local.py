@@ -6,6 +6,7 @@ schedules.
 
 import copy
 import shutil
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,10 @@ class Fixed:
 class LocalBackend:
     """A policy with its optimiser, and the weights in `weights_folder`, which the engine maps."""
 
-    def __init__(self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0) -> None:
-        """`folder` is policy.model. Raises ConfigError."""
+    def __init__(
+        self, folder: Path, weights_folder: Path, settings: Trainer, *, seed: int = 0, served: Iterable[Version] = ()
+    ) -> None:
+        """`folder` is policy.model; `served`: versions of earlier lives of the run. Raises ConfigError."""
         torch.set_num_threads(settings.threads)
         logging.disable_progress_bar()  # the terminal belongs to the display
         self._folder, self._settings = folder, settings
@@ -82,14 +85,14 @@ class LocalBackend:
         # With devices of its own the engine serves one version while the next one is computed. With adapters it does so
         # anyway: they are written when they are complete.
         apart = settings.schedule.kind == "async" and lora is None
-        served = copy.deepcopy(model) if apart else model
+        mapped = copy.deepcopy(model) if apart else model
         try:
-            self.version = _first_version(weights_folder, resumed)
-            self._weights = SharedWeights.create(weights_folder, served, self.version)
+            self.version = next_version([*served, *_known(weights_folder, resumed)])
+            self._weights = SharedWeights.create(weights_folder, mapped, self.version)
         except (OSError, WeightsError) as error:
             raise ConfigError(f"cannot write the policy into {weights_folder}: {error}") from error
         self._model = model
-        self._served: dict[str, Tensor] = served.state_dict()
+        self._served: dict[str, Tensor] = mapped.state_dict()
         """What the engine maps, by the names that transformers gives it."""
         self._in_place = lora is None and not apart
         """The optimiser changes what the engine maps."""
@@ -263,7 +266,7 @@ class LocalBackend:
         }
 
 
-def _first_version(weights_folder: Path, resumed: checkpoint.Checkpoint | None) -> Version:
-    """What goes on from an earlier version does so in a new lineage."""
+def _known(weights_folder: Path, resumed: checkpoint.Checkpoint | None) -> list[Version]:
+    """Versions that were served: a new one is above them, since what goes on from them does so in a new lineage."""
     served = read_state(weights_folder)
-    return next_version([*([served.version] if served else []), *([resumed.version] if resumed else [])])
+    return [*([served.version] if served else []), *([resumed.version] if resumed else [])]

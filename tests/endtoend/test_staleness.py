@@ -78,7 +78,8 @@ def run(request, tmp_path_factory):
 def test_no_token_is_trained_by_an_update_further_away_than_the_bound(run):
     oldest = [run.version_before(step) - min(map(min, nodes)) for step, nodes in run.trained()]
     assert len(oldest) > 0.9 * run.updates * GROUPS * MEMBERS
-    assert min(oldest) >= 0 and max(oldest) == BOUND  # there are tasks for which an update has to wait
+    # There are tasks for which an update has to wait. That a group began is seen before its first token is.
+    assert min(oldest) >= 0 and BOUND - 1 <= max(oldest) <= BOUND
     assert sum(age > 0 for age in oldest) > 0.2 * len(oldest), "the test shows nothing where nothing grows old"
 
 

@@ -29,7 +29,7 @@ def run(task):
 
 def tasks(seed):
     for number in itertools.count():
-        yield {"prompt": f"task {seed}.{number}", "longer_s": 6 if number % 40 == 7 else 0}
+        yield {"prompt": f"task {seed}.{number}", "longer_s": 2 if number % 10 == 7 else 0}
 
 
 def reward(task, folder: Path):

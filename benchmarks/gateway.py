@@ -34,6 +34,7 @@ from harnessed.gateway.keys import ADMIN, SECRET, Keyring
 from harnessed.gateway.template import ChatTemplate
 from harnessed.records import EngineSpec, GroupSpec, Limits, RunSpec
 
+ITS_CORE, OTHER_CORE = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
 AGENTS, TURNS = 64, 50
 TO_RELAY = 16
 """Agents that call the relay, which keeps about 0.7 MB for each call."""
@@ -47,7 +48,7 @@ def run_gateway(listener: socket.socket, folder: Path) -> None:
 @contextmanager
 def gateway(folder: Path, model: Path, engine: Server) -> Iterator[tuple[Server, str]]:
     """With a run `r` and its engine; the admin key."""
-    with process(run_gateway, folder, cores={min(os.sched_getaffinity(0))}) as server:
+    with process(run_gateway, folder, cores={ITS_CORE}) as server:
         secret = folder / SECRET
         while not secret.exists():
             time.sleep(0.05)
@@ -134,7 +135,7 @@ async def held(server: Server, engine: Server, agents: list[Agent]) -> float:
 
 async def measure(model: Path, folder: Path, engine: Server) -> list[Figure]:
     template = ChatTemplate(model)
-    with process(relay.serve, engine.url, cores={min(os.sched_getaffinity(0))}) as server:
+    with process(relay.serve, engine.url, cores={ITS_CORE}) as server:
         agents = [Agent(template, number, "k", server.url) for number in range(TO_RELAY)]
         await warm_up(agents[0])
         relayed_first, relayed = await cost(server, agents, stream=False)
@@ -177,8 +178,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a policy's folder")
     parser.add_argument("--memory", type=int, metavar="CALLS", help="measure memory instead, over so many small calls")
     asked = parser.parse_args()
-    model, core = asked.model.resolve(), {max(os.sched_getaffinity(0))}
-    with tempfile.TemporaryDirectory() as folder, process(upstream.serve, model, cores=core) as engine:
+    model = asked.model.resolve()
+    os.sched_setaffinity(0, {OTHER_CORE})  # the agents run here, and so does the engine
+    with tempfile.TemporaryDirectory() as folder, process(upstream.serve, model) as engine:
         if asked.memory:
             figures = asyncio.run(kept(model, Path(folder), engine, asked.memory))
         else:

@@ -43,7 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = Path(__file__).with_name("schedules")
 FIRST = "sync"
 """The others are told against it."""
-AHEAD = ["trainer.schedule.groups_in_flight=20", "trainer.schedule.staleness=2"]
+AHEAD = ["trainer.schedule.groups_in_flight=32", "trainer.schedule.staleness=4"]
 SCHEDULES = {
     "sync": ["trainer.schedule.kind=sync"],
     "collocated": ["trainer.schedule.kind=collocated", *AHEAD],
@@ -185,6 +185,8 @@ def wait_for_services(trainer: "subprocess.Popen[bytes]") -> dict[str, int]:
         if len(found) == len(SERVICES):
             return found
         time.sleep(0.05)
+    if trainer.returncode is not None:
+        sys.exit(f"the run ended with status {trainer.returncode} before it had started its services")
     sys.exit(f"the run did not start gateway, engine and controller within {START_LIMIT_S} s")
 
 

@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 from transformers import Qwen3ForCausalLM
 
 WIDER = {
-    "hidden_size": 384,
-    "intermediate_size": 1152,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 64,
-    "layer_types": ["full_attention"] * 5,
+    "layer_types": ["full_attention"] * 6,
     "initializer_range": 0.04,
 }
 
@@ -24,7 +24,7 @@ make_demo_policy = make_model.make_policy
 
 
 def make_policy(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    """Of nine million random parameters."""
+    """Of nineteen million random parameters."""
     demo = make_demo_policy(tokenizer)
     demo.config.update(WIDER)
     model = Qwen3ForCausalLM(demo.config)
@@ -34,5 +34,5 @@ def make_policy(tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 if __name__ == "__main__":
     make_model.make_policy = make_policy
-    make_model.STEPS, make_model.LEARNING_RATE = 110, 1.2e-3
+    make_model.STEPS, make_model.LEARNING_RATE = 150, 1.2e-3
     make_model.main()

@@ -11,7 +11,7 @@ RUN ?= runs/demo-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 # Tiny models are slower on several OpenMP threads than on one.
 export OMP_NUM_THREADS = 1
 
-.PHONY: ablation benchmarks benchmarks-interrupting benchmarks-memory chaos chaos-training check demo docs families format harnesses harnesses-long install peers schedules smollm2 staleness test trackers
+.PHONY: ablation benchmarks benchmarks-interrupting benchmarks-memory bookkeeping chaos chaos-training check demo docs families format harnesses harnesses-long install peers schedules smollm2 staleness test trackers
 
 demo: $(INSTALLED) $(MODEL)/config.json
 	@echo "demo: trains a tiny model through mini-swe-agent on generated shell tasks; about 5 minutes on two cores"
@@ -116,6 +116,10 @@ benchmarks-interrupting: $(INSTALLED) $(MODEL)/config.json
 schedules: $(INSTALLED)
 	@echo "schedules: three schedules on the same work, three seeds each; about half an hour, on a machine that does nothing else"
 	@$(VENV)/bin/python benchmarks/schedules.py
+
+bookkeeping: $(INSTALLED)
+	@echo "bookkeeping: what the trainer does beside the model with 256 rollouts in flight; two minutes, and six for the model, once"
+	@$(VENV)/bin/python benchmarks/bookkeeping.py
 
 benchmarks-memory: $(SMOLLM2)/config.json
 	@echo "benchmarks-memory: whether the gateway keeps anything of attempts that ended; about five minutes"

@@ -22,8 +22,8 @@ from harnessed.browse.timeline import read
 
 IN_FLIGHT = [
     "trainer.schedule.kind=collocated",
-    "trainer.schedule.groups_in_flight=32",
-    "trainer.schedule.staleness=3",
+    "trainer.schedule.groups_in_flight=48",
+    "trainer.schedule.staleness=5",
     "controller.slots=256",
     "trainer.steps=12",
     "evaluation.tasks=16",

@@ -5,14 +5,14 @@ import os
 import re
 import resource
 import signal
-import sqlite3
 import subprocess
-from contextlib import closing
-from pathlib import Path
 
 import numpy as np
+import postgres
 import pytest
 from command import HARNESSED, HERE, environment, harnessed, make_config, processes_of, wait_for
+from sqlalchemy import URL, NullPool, create_engine, make_url, text
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
 from harnessed.records import Version
 
@@ -40,8 +40,8 @@ class Lives:
         self.run = folder / "run"
         self.key = ""
         """Of a gateway elsewhere."""
-        self.database: Path | None = None
-        """Its records; None: those in the run's folder."""
+        self.database: str | URL = ""
+        """URL of its records; without one they are in the run's folder."""
         self.output = folder / "output"
         self.process: subprocess.Popen | None = None
 
@@ -77,11 +77,11 @@ class Lives:
 
     def ask(self, query: str) -> list[tuple]:
         """Of the store; nothing while it is being made."""
-        place = f"file:{self.database or self.run / 'gateway.db'}?mode=ro"
+        place = self.database or f"sqlite:///file:{self.run / 'gateway.db'}?mode=ro&uri=true"
         try:
-            with closing(sqlite3.connect(place, uri=True, timeout=10)) as database:
-                return database.execute(query).fetchall()
-        except sqlite3.OperationalError:
+            with create_engine(place, poolclass=NullPool).connect() as database:
+                return [tuple(row) for row in database.execute(text(query))]
+        except (OperationalError, ProgrammingError):
             return []
 
     def training(self) -> bool:
@@ -186,7 +186,7 @@ def test_what_runs_elsewhere_lives_on_and_serves_the_next_life(lives, tmp_path):
             lives.key = (tmp_path / "house" / "admin.key").read_text()
             elsewhere = (f"engine.url={urls[0]}", f"gateway.url={urls[1]}", "controller.external=true", weights)
             lives.start(*elsewhere, "trainer.checkpoint_every=1")
-            lives.database = tmp_path / "house" / "gateway.db"
+            lives.database = f"sqlite:///file:{tmp_path / 'house' / 'gateway.db'}?mode=ro&uri=true"
             lives.until(lambda: lives.checkpoint() and lives.updating(), "an update")
             lives.kill()
             last = lives.checkpoint()
@@ -199,6 +199,26 @@ def test_what_runs_elsewhere_lives_on_and_serves_the_next_life(lives, tmp_path):
             assert "Traceback" not in lives.said()
         finally:
             up.send_signal(signal.SIGINT)
+
+
+def test_records_in_postgresql_are_those_of_one_run(lives):
+    """All four processes die at once, in the middle of an update; the database stays."""
+    with postgres.running() as url:
+        lives.database = make_url(url).set(drivername="postgresql+psycopg")
+        elsewhere = f"gateway.database={url}"
+        lives.start(elsewhere)
+        lives.until(lambda: lives.checkpoint() and lives.updating(), "an update")
+        lives.kill("gateway", "engine", "controller")
+        last = lives.checkpoint() + 2
+        lives.finish("--resume", elsewhere, f"trainer.steps={last}")
+        summary = json.loads((lives.run / "summary.json").read_text())
+        assert (summary["steps"], summary["resumed"]) == (last, 1)
+        assert sum(summary["fates"].values()) == summary["sampled_tokens"]
+        assert lives.ask("select sum(sampled) from nodes") == [(summary["sampled_tokens"],)]
+        assert lives.ask("select count(*) from rollouts where state != 'finished'") == [(0,)]
+        booked = lines(lives.run / "transcripts.jsonl")
+        assert len({line["rollout"] for line in booked}) == len(booked) == summary["rollouts"]
+        assert "Traceback" not in lives.said()
 
 
 def test_a_full_disk_ends_a_run_with_one_line_and_it_goes_on_when_there_is_room(lives):

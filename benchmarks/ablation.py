@@ -126,7 +126,7 @@ def workload(run: Path) -> dict[str, Any]:
 
 
 def read(runs: list[Path]) -> Curves:
-    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in runs]
+    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()] for run in runs]
     measured = [[line for line in of_run if "held_out" in line] for of_run in lines]
     steps = [[line for line in of_run if "rows_per_rollout" in line] for of_run in lines]
     return Curves(

@@ -235,7 +235,7 @@ def core_s(core: int) -> float:
 def result_of(run: Path, schedule: str, seed: int, usage: list[Usage]) -> Result:
     timeline = read(run)
     began, ended = first_training_group(run), timeline.updates[-1][1]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     held_out = [line["held_out"] for line in lines if "held_out" in line]
     stale = [line["staleness_max"] for line in lines if line.get("staleness_max") is not None]
     settings: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text())

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def lines_with_critic(tmp_path_factory):
     config = make_config(folder, trainer=trainer, tasks={"train": "agent:easy_tasks"}, evaluation={"tasks": 1})
     done = harnessed("train", config, f"run.folder={folder / 'run'}")
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_bytes().splitlines()]
 
 
 def documented() -> set[str]:
@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_goes_on_in_its_tasks(run, lines, t
         "trainer.trackers=[]",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    transcripts = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_text().splitlines()]
+    transcripts = [json.loads(line) for line in (tmp_path / "run" / "transcripts.jsonl").read_bytes().splitlines()]
     trained = [line for line in transcripts if line["step"]]
     assert {line["step"] for line in trained} == {3}
     groups = {line["rollout"].rpartition(".")[0]: line["task"]["prompt"] for line in trained}

@@ -18,13 +18,13 @@ def run(config, folder, *overrides):
     """The command, its metrics by step, and its summary."""
     done = harnessed("train", config, f"run.folder={folder}", *overrides, limit_s=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     return {line["step"]: line for line in lines if "version" in line}, summary
 
 
 def tasks(folder):
-    lines = [json.loads(line) for line in (folder / "transcripts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "transcripts.jsonl").read_bytes().splitlines()]
     return [json.dumps(line["task"]) for line in lines if line["purpose"] == "train"]
 
 

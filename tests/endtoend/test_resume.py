@@ -113,7 +113,7 @@ def lives(tmp_path):
 
 
 def lines(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_a_run_that_is_killed_again_and_again_goes_on_to_its_end(lives):

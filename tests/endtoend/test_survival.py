@@ -121,7 +121,7 @@ def test_a_run_survives_the_death_of_any_service_at_any_moment(watched):
     assert summary["trained_tokens"] > 0
     assert summary["restarts"] == {"gateway": 3, "engine": 3, "controller": 2}
     assert summary["engine_sampled_tokens"] is None
-    lines = [json.loads(line)["rollout"] for line in (watched.run / "transcripts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line)["rollout"] for line in (watched.run / "transcripts.jsonl").read_bytes().splitlines()]
     assert len(lines) == len(set(lines)) == rollouts
     for service, times in summary["restarts"].items():
         line = f"the {service} was ended by signal 9 (Killed); it is started again"

@@ -28,7 +28,7 @@ def finished_run(tmp_path_factory):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def stored_transcripts(run, label: str) -> list[list[Transcript]]:

@@ -271,7 +271,7 @@ def live(world, folder, config, record, monkeypatch):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 SCHEDULES = {

@@ -35,7 +35,7 @@ def book(report, rollout, step, fate=Fate.TRAINED, outcome=Outcome.OK):
 
 
 def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 @pytest.fixture

@@ -128,13 +128,17 @@ class Queue:
         for request in waiting:
             self._waiting.remove(request)
             request.sequence.finish = "interrupted"
-            request.done.set_result(self._version)
         self._look()
         running = [request for request in self._running if request.id in ids]
         for request in running:
             request.sequence.interrupted = True
-        while any(not (request.sequence.finish or request.done.done()) for request in running):
-            await self._returned.wait()
+        try:
+            while any(not (request.sequence.finish or request.done.done()) for request in running):
+                await self._returned.wait()
+        finally:
+            # Only now: hundreds of answers would take their time from the token that is waited for.
+            for request in waiting:
+                request.done.set_result(self._version)
         return {request.id for request in waiting + running}
 
     async def pause(self) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -111,7 +111,6 @@ def _with_config(run: Callable[[Config, argparse.Namespace], int]) -> Callable[[
 
 def train(config: Config, arguments: argparse.Namespace) -> int:
     _need_torch("train")
-    from harnessed.training.tasks import check_hidden, stream, take
     from harnessed.training.trackers import open_trackers
 
     _check_trainer(config.trainer)
@@ -122,11 +121,7 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
         _check_checkpoint(config.trainer.resume_from, config.trainer)
     if config.engine.url is not None and config.engine.weights is None:
         raise ConfigError("engine.url names a running engine: set engine.weights to the folder that both of them map")
-    base, seed = arguments.config.resolve().parent, config.run.seed
-    train_tasks = stream(config.tasks.train, base, seed, shuffle=True)
-    first = take(train_tasks, config.trainer.groups_per_step, "tasks.train")
-    held_out = take(stream(config.tasks.held_out, base, seed, shuffle=False), config.evaluation.tasks, "tasks.held_out")
-    check_hidden(config.tasks.hidden, [*first, *held_out])
+    first, later, held_out = _read_tasks(config, arguments.config.resolve().parent)
     if arguments.dry_run:
         return dry_run(config, arguments, first[0])
     with (
@@ -146,7 +141,7 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
 
         served = run.resumed.served if run.resumed else ()
         with run.weights_begin():
-            backend = LocalBackend(config.policy.model, weights, settings, seed=seed, served=served)
+            backend = LocalBackend(config.policy.model, weights, settings, seed=config.run.seed, served=served)
             run.begin_lineage(backend.version)
         run.wait_for_engine()
         watch = run.watch()
@@ -161,7 +156,7 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
                 backend,
                 run.rollouts(watch, display.tick),
                 display,
-                itertools.chain(first, train_tasks),
+                itertools.chain(first, later),
                 held_out,
                 run.restarts,
                 track,
@@ -171,6 +166,18 @@ def train(config: Config, arguments: argparse.Namespace) -> int:
             summary = trainer.run()
     display.summary(summary, str(run.folder))
     return 130 if summary.interrupted else 0
+
+
+def _read_tasks(config: Config, base: Path) -> tuple[list[Task], Iterator[Task], list[Task]]:
+    """Those of the first update, further ones for training, the held-out ones. Raises ConfigError."""
+    from harnessed.training.tasks import check_hidden, stream, take
+
+    later = stream(config.tasks.train, base, config.run.seed, shuffle=True)
+    first = take(later, config.trainer.groups_per_step, "tasks.train")
+    all_held_out = stream(config.tasks.held_out, base, config.run.seed, shuffle=False)
+    held_out = take(all_held_out, config.evaluation.tasks, "tasks.held_out")
+    check_hidden(config.tasks.hidden, [*first, *held_out])
+    return first, later, held_out
 
 
 def _check_trainer(settings: TrainerSettings) -> None:

@@ -114,7 +114,7 @@ benchmarks-interrupting: $(INSTALLED) $(MODEL)/config.json
 	@$(VENV)/bin/python benchmarks/interrupting.py $(MODEL)
 
 schedules: $(INSTALLED)
-	@echo "schedules: three schedules on the same work, three seeds each; about half an hour, on a machine that does nothing else"
+	@echo "schedules: three schedules on the same work, three seeds each; about forty minutes, on a machine that does nothing else"
 	@$(VENV)/bin/python benchmarks/schedules.py
 
 bookkeeping: $(INSTALLED)

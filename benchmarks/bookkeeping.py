@@ -61,8 +61,9 @@ def measured(run: Path, usage: list[Usage]) -> list[Figure]:
     services = used("services", began, ended)
     return [
         Figure("rollouts in flight, most at the end of an update", in_flight, math.inf),
-        Figure("trainer beside its updates: share of the wall time", beside / wall, LIMIT, f"{wall:.0f} s"),
-        Figure("turnstile closed, nothing updated: share of the wall time", (closed - updating) / wall, LIMIT),
+        Figure("trainer beside its updates: share of the wall time", beside / wall, math.inf, f"{wall:.0f} s"),
+        Figure("turnstile closed, nothing updated: share of the wall time", (closed - updating) / wall, math.inf),
+        Figure("both: share of the wall time", (beside + closed - updating) / wall, LIMIT),
         Figure("updates: share of the wall time", updating / wall, math.inf),
         Figure("gateway and controller: share of the other core", services / wall, math.inf),
     ]
